@@ -1,0 +1,8 @@
+"""Engines that move bytes between memory and files, and the choice among them."""
+
+from __future__ import annotations
+
+from tiermem.io.engine import Engine, File
+from tiermem.io.threads import ThreadsEngine
+
+__all__ = ["Engine", "File", "ThreadsEngine"]

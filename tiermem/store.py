@@ -1,0 +1,651 @@
+"""The disk tier: records in files, under one directory per mount that this process owns.
+
+A *kind* is a set of records that need extents of one size. An *extent* is a range of a preallocated file, 4096-byte
+aligned; a kind has one file on every mount and a list of free extents in each. A *record* is what a caller swaps out
+and in. Its bytes are never overwritten: a swap out goes to a free extent, and only when it has completed does the
+record point there, as a new *version*. The extent of the old version is free when nothing has pinned it; a swap in
+pins the version it reads.
+
+The store is used from one event loop, and its bookkeeping needs no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiermem.io.engine import DIRECT_ALIGNMENT, Engine, File
+from tiermem.io.mounts import file_system
+
+__all__ = [
+    "NoFreeExtentError",
+    "Record",
+    "Store",
+    "Version",
+    "check_directory",
+    "find_owned",
+    "free_bytes",
+    "is_locked",
+    "remove_leftovers",
+]
+
+_DIRECTORY_PATTERN = re.compile(r"tiermem-(\d+)-[0-9a-f]{8}")
+_KIND_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_LOCK_NAME = "lock"
+_EXTENTS_SUFFIX = ".extents"
+_SPEED_WINDOW_BYTES = 32 << 20
+
+
+class NoFreeExtentError(RuntimeError):
+    """Every extent of a kind is the current or a pinned version of some record, so nothing can be written."""
+
+
+class Store:
+    """Records on one or several mounts.
+
+    directories: existing directories, at best on different mounts; each gets a private subdirectory, which `close`
+        removes (so do interpreter exit and the next store there, should this process be killed).
+    engine: moves the bytes. The store does not close it.
+    spare: extents of each kind, on each mount, beyond what the records need: how many records can be swapped out at a
+        time before one waits.
+
+    Raises `OSError` when a directory is missing, not a directory, not writable or full, naming it. Warns when one is in
+    memory (tmpfs).
+    """
+
+    def __init__(self, directories: Sequence[Path | str], engine: Engine, *, spare: int = 4) -> None:
+        if not directories:
+            raise ValueError("the disk tier needs at least one directory")
+        if spare < 1:
+            raise ValueError(f"a store never overwrites, so it needs at least one spare extent, not {spare}")
+        self.engine = engine
+        self.spare = spare
+        self._kinds: dict[str, _Kind] = {}
+        self._owned = _Owned(os.getpid())
+        self._finalizer = weakref.finalize(self, self._owned.remove)
+        self._mounts: list[_Mount] = []
+        try:
+            for directory in directories:
+                parent = check_directory(Path(directory))
+                remove_leftovers(parent)
+                self._mounts.append(_Mount(parent, self._owned.create(parent)))
+        except BaseException:
+            self._finalizer()
+            raise
+
+    @property
+    def directories(self) -> list[Path]:
+        """The private directories, one per mount."""
+        return [mount.directory for mount in self._mounts]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Disk space preallocated so far."""
+        return sum(kind.extent_bytes * kind.extent_count for kind in self._kinds.values())
+
+    def reserve(self, kind: str, extent_bytes: int, count: int) -> None:
+        """Preallocate extents of `extent_bytes` (rounded up to 4096) for `count` more records of a kind.
+
+        Raises `OSError` (ENOSPC) with the bytes needed and present when they do not fit.
+        """
+        self._check_open()
+        if not _KIND_PATTERN.fullmatch(kind):
+            raise ValueError(f"{kind!r} cannot be part of a file name")
+        if extent_bytes < 1 or count < 0:
+            raise ValueError(f"cannot reserve {count} extents of {extent_bytes} bytes")
+        rounded = _round_up(extent_bytes)
+        known = self._kinds.get(kind)
+        if known is not None and known.extent_bytes != rounded:
+            raise ValueError(f"kind {kind!r} has extents of {known.extent_bytes} bytes, not {rounded}")
+        if known is None:
+            parts = [self._create_part(mount, kind, rounded) for mount in self._mounts]
+            known = _Kind(kind, rounded, parts)
+            known.grow(count, self.spare)
+            self._kinds[kind] = known
+        else:
+            known.grow(count, 0)
+
+    def record(self, kind: str, nbytes: int) -> Record:
+        """A new record of at most a whole extent of that kind. It holds nothing until it is swapped out."""
+        self._check_open()
+        if kind not in self._kinds:
+            raise ValueError(f"nothing was reserved for kind {kind!r}")
+        known = self._kinds[kind]
+        if not 0 < nbytes <= known.extent_bytes:
+            raise ValueError(f"a record of kind {kind!r} has 1 to {known.extent_bytes} bytes, not {nbytes}")
+        if known.record_count == known.record_count_max:
+            raise ValueError(f"kind {kind!r} was reserved for {known.record_count_max} records; reserve more first")
+        known.record_count += 1
+        return Record(self, known, nbytes)
+
+    def close(self) -> None:
+        """Remove every file and directory. Transfers in flight complete, into files that have no name any more."""
+        for kind in self._kinds.values():
+            kind.fail_waiters(RuntimeError("the store was closed"))
+            for part in kind.parts:
+                part.file.close()
+        self._kinds.clear()
+        self._finalizer()
+
+    def _create_part(self, mount: _Mount, kind: str, extent_bytes: int) -> _Part:
+        path = mount.directory / f"{kind}{_EXTENTS_SUFFIX}"
+        self._owned.files.append(path)
+        return _Part(mount, self.engine.open(path, create=True), extent_bytes)
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError("the store is closed")
+
+
+class Record:
+    """Bytes with a home on disk.
+
+    A memoryview given to `swap_out` or `swap_in` holds `nbytes`, or better `padded_bytes`: the same rounded up to 4096,
+    and page-aligned, which lets all of it go around the page cache. What lies between the two is not meaningful.
+    """
+
+    def __init__(self, store: Store, kind: _Kind, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.padded_bytes = _round_up(nbytes)
+        self._store = store
+        self._kind = kind
+        self._current: Version | None = None
+        self._swapping_out = False
+        self._dropped = False
+
+    @property
+    def valid(self) -> bool:
+        """Whether a swap out has completed, so that there is something to swap in."""
+        return self._current is not None
+
+    async def swap_out(self, source: memoryview) -> None:
+        """Write a new version; the record points to it when this returns. If it raises, the old version stands."""
+        source = self._window(source)
+        self._check_usable()
+        if self._swapping_out:
+            raise AssertionError(f"a record of kind {self._kind.name!r} is swapped out twice at once")
+        self._swapping_out = True
+        try:
+            version = Version(self, await self._kind.take())
+            try:
+                await self._write(version, source)
+            finally:
+                self._kind.end()
+        finally:
+            self._swapping_out = False
+
+    async def _write(self, version: Version, source: memoryview) -> None:
+        try:
+            self._check_usable()
+            await version._write(source)
+        except BaseException:
+            version.unpin()
+            raise
+        old, self._current = self._current, version
+        if old is not None:
+            old.unpin()
+        if self._dropped:
+            self._current = None
+            version.unpin()
+
+    async def swap_in(self, target: memoryview) -> None:
+        """Read the current version. A swap out that completes meanwhile does not disturb it."""
+        version = self.pin()
+        self._kind.begin()
+        try:
+            await version.swap_in(target)
+        finally:
+            version.unpin()
+            self._kind.end()
+
+    def pin(self) -> Version:
+        """The current version, kept readable until its `unpin`, whatever happens to the record."""
+        self._check_usable()
+        if self._current is None:
+            raise AssertionError(f"a record of kind {self._kind.name!r} is read before it was ever swapped out")
+        self._current._pins += 1
+        return self._current
+
+    def drop(self) -> None:
+        """Give up the record and, unless pinned, its extent."""
+        if self._dropped:
+            return
+        self._dropped = True
+        self._kind.record_count -= 1
+        if self._current is not None:
+            version, self._current = self._current, None
+            version.unpin()
+
+    def _window(self, memory: memoryview) -> memoryview:
+        if memory.format != "B" or memory.ndim != 1:
+            memory = memory.cast("B")
+        if memory.nbytes < self.nbytes:
+            raise ValueError(f"a record of {self.nbytes} bytes does not fit a buffer of {memory.nbytes}")
+        return memory[: self.padded_bytes if memory.nbytes >= self.padded_bytes else self.nbytes]
+
+    def _check_usable(self) -> None:
+        self._store._check_open()
+        if self._dropped:
+            raise AssertionError(f"a record of kind {self._kind.name!r} is used after it was dropped")
+
+
+class Version:
+    """What one swap out wrote: an extent that stays as it is until `unpin`."""
+
+    def __init__(self, record: Record, place: _Place) -> None:
+        self.nbytes = record.nbytes
+        self.path = place.part.file.path
+        self.offset_bytes = place.index * place.part.extent_bytes
+        self._record = record
+        self._place = place
+        self._pins = 1
+
+    async def swap_in(self, target: memoryview) -> None:
+        """Read it."""
+        target = self._record._window(target)
+        part = self._place.part
+        with part.mount.busy(target.nbytes, write=False):
+            await self._record._store.engine.read(part.file, self.offset_bytes, target)
+
+    async def _write(self, source: memoryview) -> None:
+        part = self._place.part
+        with part.mount.busy(source.nbytes, write=True):
+            await self._record._store.engine.write(part.file, self.offset_bytes, source)
+
+    def unpin(self) -> None:
+        """Undo one `pin`. The extent is free when nothing else holds it."""
+        if not self._pins:
+            raise AssertionError("a version was unpinned more often than pinned")
+        self._pins -= 1
+        if not self._pins:
+            self._record._kind.give_back(self._place)
+
+
+class _Mount:
+    """One directory and how busy its device is: bytes pending, and bytes per second while anything was."""
+
+    def __init__(self, parent: Path, directory: Path) -> None:
+        self.parent = parent
+        self.directory = directory
+        self.pending_bytes = 0
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self.bytes_per_second: float | None = None  # unknown until enough was moved
+        self._busy_since = 0.0
+        self._busy_seconds = 0.0
+        self._window_bytes = 0
+
+    @contextlib.contextmanager
+    def busy(self, nbytes: int, *, write: bool) -> Iterator[None]:
+        """Counts a transfer as pending while the block runs, and measures."""
+        if not self.pending_bytes:
+            self._busy_since = time.perf_counter()
+        self.pending_bytes += nbytes
+        try:
+            yield
+        except BaseException:
+            self.pending_bytes -= nbytes
+            raise
+        self.pending_bytes -= nbytes
+        if write:
+            self.bytes_written += nbytes
+        else:
+            self.bytes_read += nbytes
+        self._measure(nbytes)
+
+    def _measure(self, nbytes: int) -> None:
+        now = time.perf_counter()
+        self._busy_seconds += now - self._busy_since
+        self._busy_since = now
+        self._window_bytes += nbytes
+        if self._window_bytes < _SPEED_WINDOW_BYTES or not self._busy_seconds:
+            return
+        speed = self._window_bytes / self._busy_seconds
+        known = self.bytes_per_second
+        self.bytes_per_second = speed if known is None else known + 0.3 * (speed - known)
+        self._window_bytes = 0
+        self._busy_seconds = 0.0
+
+    def free_bytes(self) -> int:
+        return free_bytes(self.directory)
+
+
+class _Part:
+    """The file of a kind on one mount, and which of its extents are free."""
+
+    def __init__(self, mount: _Mount, file: File, extent_bytes: int) -> None:
+        self.mount = mount
+        self.file = file
+        self.extent_bytes = extent_bytes
+        self.extent_count = 0
+        self.free: deque[int] = deque()  # oldest first, so that writes stay roughly sequential
+
+    def grow(self, count: int) -> None:
+        if count:
+            allocate(self.file, self.extent_count * self.extent_bytes, count * self.extent_bytes)
+            self.free.extend(range(self.extent_count, self.extent_count + count))
+            self.extent_count += count
+
+    def shrink(self, count: int) -> None:
+        """Undo the latest `grow`, of which nothing has been handed out."""
+        self.extent_count -= count
+        self.free = deque(index for index in self.free if index < self.extent_count)
+        os.ftruncate(self.file.fd, self.extent_count * self.extent_bytes)
+
+
+class _Kind:
+    """Extents of one size: hands them out, takes them back, and keeps those who wait in order."""
+
+    def __init__(self, name: str, extent_bytes: int, parts: list[_Part]) -> None:
+        self.name = name
+        self.extent_bytes = extent_bytes
+        self.parts = parts
+        self.record_count = 0
+        self.record_count_max = 0
+        self._in_flight = 0  # transfers begun and not ended: each may still free an extent
+        self._waiting: deque[asyncio.Future[_Place]] = deque()
+
+    @property
+    def extent_count(self) -> int:
+        return sum(part.extent_count for part in self.parts)
+
+    def grow(self, count: int, spare: int) -> None:
+        """Room for `count` more records, and on each mount for `spare` more versions."""
+        shares = self._shares(count)
+        grown: list[tuple[_Part, int]] = []
+        try:
+            for part, share in zip(self.parts, shares, strict=True):
+                part.grow(share + spare)
+                grown.append((part, share + spare))
+        except BaseException:
+            for part, share in grown:
+                part.shrink(share)
+            raise
+        self.record_count_max += count
+
+    def _shares(self, count: int) -> list[int]:
+        """Equal shares, as far as there is room on each mount."""
+        rooms = [part.mount.free_bytes() // self.extent_bytes for part in self.parts]
+        shares = [0] * len(rooms)
+        left = count
+        while left:
+            open_ = [i for i, room in enumerate(rooms) if shares[i] < room]
+            if not open_:
+                shares[0] += left  # too much: let the allocation fail, and say by how much
+                break
+            for i in open_:
+                more = min(-(-left // len(open_)), rooms[i] - shares[i], left)
+                shares[i] += more
+                left -= more
+        return shares
+
+    def begin(self) -> None:
+        """Announce a transfer, at whose end an extent may become free."""
+        self._in_flight += 1
+
+    def end(self) -> None:
+        """End a transfer announced by `begin` or `take`."""
+        self._in_flight -= 1
+        self._settle()
+
+    async def take(self) -> _Place:
+        """Begin a transfer to a free extent, on the mount that will be done first; waits in turn if there is none."""
+        if not self._waiting:
+            place = self._take_now()
+            if place is not None:
+                return place
+        waiter: asyncio.Future[_Place] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        self._settle()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.give_back(waiter.result())
+                self.end()
+            raise
+
+    def give_back(self, place: _Place) -> None:
+        place.part.free.append(place.index)
+        self._settle()
+
+    def fail_waiters(self, error: Exception) -> None:
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_exception(error)
+        self._waiting.clear()
+
+    def _settle(self) -> None:
+        """Serve those who wait; if nothing in flight can help them, tell them."""
+        while self._waiting:
+            if self._waiting[0].done():
+                self._waiting.popleft()
+                continue
+            place = self._take_now()
+            if place is None:
+                break
+            self._waiting.popleft().set_result(place)
+        if self._waiting and not self._in_flight:
+            self.fail_waiters(
+                NoFreeExtentError(
+                    f"no extent of kind {self.name!r} is free: all {self.extent_count} hold current or pinned versions "
+                    "and no transfer is in flight. Unpin versions, or reserve more extents"
+                )
+            )
+
+    def _take_now(self) -> _Place | None:
+        parts = [part for part in self.parts if part.free]
+        if not parts:
+            return None
+        if len(parts) > 1:
+            parts.sort(key=self._seconds_until_done)
+        self.begin()
+        return _Place(parts[0], parts[0].free.popleft())
+
+    def _seconds_until_done(self, part: _Part) -> float:
+        speeds = [p.mount.bytes_per_second for p in self.parts if p.mount.bytes_per_second]
+        usual = sum(speeds) / len(speeds) if speeds else 1.0
+        return (part.mount.pending_bytes + self.extent_bytes) / (part.mount.bytes_per_second or usual)
+
+
+@dataclass(frozen=True)
+class _Place:
+    part: _Part
+    index: int
+
+
+class _Owned:
+    """The directories and files that must be gone when the store is. Knows nothing of the store, and outlives it."""
+
+    def __init__(self, owner_pid: int) -> None:
+        self.files: list[Path] = []
+        self._owner_pid = owner_pid
+        self._directories: list[tuple[Path, int]] = []
+
+    def create(self, parent: Path) -> Path:
+        """A new private directory, locked while this process lives."""
+        while True:
+            directory = parent / f"tiermem-{self._owner_pid}-{secrets.token_hex(4)}"
+            directory.mkdir(mode=0o700)
+            lock_fd = _lock(directory, create=True)
+            if lock_fd is not None:
+                self._directories.append((directory, lock_fd))
+                return directory
+            # Another process, looking for leftovers, was faster than our lock and removes it.
+
+    def remove(self) -> None:
+        if os.getpid() != self._owner_pid:  # a forked child must leave its parent's files alone
+            return
+        for path in self.files:
+            path.unlink(missing_ok=True)
+        for directory, lock_fd in self._directories:
+            with contextlib.suppress(OSError):  # somebody put something into it; all of ours is gone
+                (directory / _LOCK_NAME).unlink(missing_ok=True)
+                directory.rmdir()
+            os.close(lock_fd)
+        self.files.clear()
+        self._directories.clear()
+
+
+def check_directory(directory: Path) -> Path:
+    """Its absolute path, if a store can live there; otherwise an `OSError` that says why. Warns about tmpfs."""
+    directory = directory.absolute()
+    if not directory.exists():
+        raise FileNotFoundError(errno.ENOENT, "the directory for the disk tier is missing; create it", str(directory))
+    if not directory.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "the disk tier needs a directory", str(directory))
+    probe = directory / f".tiermem-probe-{secrets.token_hex(4)}"
+    try:
+        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        probe.unlink()
+    except OSError as error:
+        what = f"the directory for the disk tier is not writable ({error.strerror}); choose another or change it"
+        raise OSError(error.errno, what, str(directory)) from error
+    kind = file_system(directory).type
+    if kind in ("tmpfs", "ramfs"):
+        warnings.warn(
+            f"{directory} is on {kind}, which lies in memory: the disk tier saves nothing there. Use a disk",
+            stacklevel=3,
+        )
+    return directory
+
+
+def remove_leftovers(parent: Path) -> list[Path]:
+    """Remove what processes that no longer live left in a directory; returns what was removed."""
+    removed: list[Path] = []
+    for directory in find_owned(parent):
+        lock_fd = _lock(directory, create=False)
+        if lock_fd is None:
+            _remove_if_abandoned(directory)
+            continue
+        try:
+            for path in directory.iterdir():
+                if path.suffix == _EXTENTS_SUFFIX:
+                    path.unlink(missing_ok=True)
+            (directory / _LOCK_NAME).unlink(missing_ok=True)
+            directory.rmdir()
+            removed.append(directory)
+        except OSError:  # not ours to remove, or somebody else is removing it now
+            pass
+        finally:
+            os.close(lock_fd)
+    return removed
+
+
+def find_owned(parent: Path) -> list[Path]:
+    """Directories of stores, of live and dead processes of this user."""
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for path in sorted(parent.iterdir()):
+            status = path.lstat()
+            if (
+                _DIRECTORY_PATTERN.fullmatch(path.name)
+                and stat.S_ISDIR(status.st_mode)
+                and status.st_uid == os.geteuid()
+            ):
+                found.append(path)
+    return found
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether the owner of a store's directory is alive."""
+    lock_fd = _lock(directory, create=False)
+    if lock_fd is not None:
+        os.close(lock_fd)
+        return False
+    return (directory / _LOCK_NAME).exists()
+
+
+def free_bytes(directory: Path) -> int:
+    """What this user can still write there."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def allocate(file: File, offset_bytes: int, nbytes: int) -> None:
+    """Give a range of a file disk space, or raise `OSError` (ENOSPC) with the bytes needed and present."""
+    present_bytes = free_bytes(file.path.parent)
+    if nbytes > present_bytes:
+        raise _no_space(file.path, nbytes, present_bytes)
+    try:
+        _fallocate(file.fd, offset_bytes, nbytes)
+    except OSError as error:
+        os.ftruncate(file.fd, offset_bytes)  # a part may have been allocated
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise _no_space(file.path, nbytes, free_bytes(file.path.parent), error.errno) from error
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise OSError(error.errno, f"{error.strerror}, allocating {nbytes} bytes", str(file.path)) from error
+        os.ftruncate(file.fd, offset_bytes + nbytes)  # no preallocation here: running full shows as ENOSPC at a write
+
+
+def _no_space(path: Path, needed_bytes: int, present_bytes: int, code: int = errno.ENOSPC) -> OSError:
+    what = (
+        f"{os.strerror(code)}: {needed_bytes} bytes needed, {present_bytes} bytes free; free some, "
+        "choose another directory, or put less on disk"
+    )
+    return OSError(code, what, str(path))
+
+
+def _fallocate(fd: int, offset_bytes: int, nbytes: int) -> None:
+    # Not os.posix_fallocate: where the file system cannot, the C library would write every block.
+    if _libc_fallocate is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    while _libc_fallocate(fd, 0, offset_bytes, nbytes):
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).fallocate
+    except AttributeError:
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    function.restype = ctypes.c_int
+    return function
+
+
+_libc_fallocate = _find_fallocate()
+
+
+def _lock(directory: Path, *, create: bool) -> int | None:
+    """A descriptor that holds the directory's lock; None if another process holds it, or it is not there (any more)."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
+    try:
+        fd = os.open(directory / _LOCK_NAME, flags, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_nlink:
+            return fd
+    except OSError:
+        pass
+    os.close(fd)
+    return None
+
+
+def _remove_if_abandoned(directory: Path) -> None:
+    # Killed between making the directory and its lock. A live one gets there within the minute, and copes if not.
+    with contextlib.suppress(OSError):
+        if time.time() - directory.stat().st_mtime > 60:
+            directory.rmdir()
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
