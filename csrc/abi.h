@@ -1,0 +1,53 @@
+// The records and the interface that Python sees; tiermem/kernels/abi.py mirrors them field by field.
+#pragma once
+
+#include <cstdint>
+
+#define TM_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace tiermem {
+
+constexpr int32_t abi_version = 1;
+
+enum Dtype : int32_t { BF16 = 0, F32 = 1 };
+enum Formula : int32_t { ADAMW = 0, ADAM = 1 };
+
+constexpr int64_t piece_numel = 4096;  // one sum of squares each
+constexpr int lanes = 16;              // accumulators of one sum of squares
+
+struct UpdateTask {
+    void* weight;
+    uint16_t* residual;
+    float* exp_avg;
+    float* exp_avg_sq;
+    const void* grad;
+    int64_t numel;
+    int32_t weight_dtype;
+    int32_t grad_dtype;
+    int32_t formula;
+    int32_t maximize;
+    float grad_scale;
+    float decay;
+    float weight_decay;
+    float one_minus_beta1;
+    float beta2;
+    float one_minus_beta2;
+    float step_size;
+    float bias_correction2_sqrt;
+    float eps;
+};
+
+struct AccumulateTask {
+    const void* source;
+    int32_t source_dtype;
+    const void* previous;
+    int32_t previous_dtype;
+    float previous_scale;
+    void* target;
+    int32_t target_dtype;
+    int64_t numel;
+    int64_t first_piece;
+    double* partials;
+};
+
+}  // namespace tiermem

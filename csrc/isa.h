@@ -1,0 +1,91 @@
+// One source, several instruction sets.
+//
+// A kernel is a struct with an always-inlined static `run`. `select<Kernel>(isa)` gives a copy of it that the compiler
+// vectorised for that instruction set. Features are listed one by one instead of by level name, because older
+// compilers know only those, and because they are what the processor is asked for.
+#pragma once
+
+#include <cstdint>
+
+#define TM_INLINE __attribute__((always_inline)) inline
+
+// Iterations do not depend on each other, though a source may be the target itself.
+#if defined(__clang__)
+#define TM_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define TM_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+namespace tiermem {
+
+enum Isa : int32_t { BASELINE = 0, V3 = 1, V4 = 2, ISA_COUNT = 3 };
+
+#if defined(__x86_64__)
+
+#define TM_TARGET_V3 __attribute__((target("avx2,bmi,bmi2,f16c,fma,lzcnt")))
+#define TM_TARGET_V4 __attribute__((target("avx2,bmi,bmi2,f16c,fma,lzcnt,avx512f,avx512bw,avx512cd,avx512dq,avx512vl")))
+
+constexpr const char* isa_names[ISA_COUNT] = {"x86-64", "x86-64-v3", "x86-64-v4"};
+
+inline bool supported(int32_t isa) {
+    if (isa == BASELINE) return true;
+    const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+                    __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma");
+    if (isa == V3) return v3;
+    return isa == V4 && v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+}
+
+#else
+
+#define TM_TARGET_V3
+#define TM_TARGET_V4
+
+#if defined(__aarch64__)
+constexpr const char* isa_names[ISA_COUNT] = {"aarch64", nullptr, nullptr};
+#else
+constexpr const char* isa_names[ISA_COUNT] = {"baseline", nullptr, nullptr};
+#endif
+
+inline bool supported(int32_t isa) { return isa == BASELINE; }
+
+#endif
+
+inline int32_t best_isa() {
+    int32_t isa = ISA_COUNT - 1;
+    while (!supported(isa)) --isa;
+    return isa;
+}
+
+template <class Kernel, class Result, class... Arguments>
+Result on_baseline(Arguments... arguments) {
+    return Kernel::run(arguments...);
+}
+
+template <class Kernel, class Result, class... Arguments>
+TM_TARGET_V3 Result on_v3(Arguments... arguments) {
+    return Kernel::run(arguments...);
+}
+
+template <class Kernel, class Result, class... Arguments>
+TM_TARGET_V4 Result on_v4(Arguments... arguments) {
+    return Kernel::run(arguments...);
+}
+
+template <class Kernel, class Result, class... Arguments>
+auto select_as(int32_t isa, Result (*)(Arguments...)) -> Result (*)(Arguments...) {
+#if defined(__x86_64__)
+    if (isa == V4) return on_v4<Kernel, Result, Arguments...>;
+    if (isa == V3) return on_v3<Kernel, Result, Arguments...>;
+#endif
+    (void)isa;
+    return on_baseline<Kernel, Result, Arguments...>;
+}
+
+template <class Kernel>
+auto select(int32_t isa) -> typename Kernel::Function {
+    return select_as<Kernel>(isa, typename Kernel::Function(nullptr));
+}
+
+}  // namespace tiermem

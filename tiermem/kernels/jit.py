@@ -1,0 +1,405 @@
+"""The kernels compiled by numba: the fallback where csrc/ was not compiled. Same bits, the same records.
+
+A run is taken in tiles that stay in the first-level cache: widened to fp32, stepped, narrowed. LLVM vectorises each of
+these loops, but would give up on one loop over all planes, because it cannot tell that so many do not overlap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from tiermem.kernels import Kernels
+from tiermem.kernels.abi import ADAM, BF16, F32, LANES, PIECE_NUMEL, AccumulateTask, UpdateTask
+
+TILE_NUMEL: Final = 1024
+UNIT_NUMEL: Final = 64 * 1024  # of the update: what one thread takes at once
+UNIT_PIECES: Final = 16  # of the sums of gradients
+NUMEL_PER_THREAD_MIN: Final = 256 * 1024  # below, handing work to a Python thread costs more than it gains
+
+_NAN: Final = np.float32(np.nan)  # 0x7fc00000
+_MASTER_TASK: Final = np.dtype([("master", "u8"), ("weight", "u8"), ("residual", "u8"), ("numel", "i8")])
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _compiled(function: F) -> F:
+    """njit without the GIL and with IEEE arithmetic, cached on disk where there is a place that can be written."""
+    try:
+        return njit(nogil=True, error_model="numpy", cache=True)(function)  # type: ignore[no-any-return]
+    except RuntimeError:  # numba found no directory for its cache
+        return njit(nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+
+
+# ---- bits, as in csrc/numbers.h. numba would widen the integers to 64 bits, so the instructions are given.
+
+
+@intrinsic  # type: ignore[misc]
+def _pointer(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.uint64), generate
+
+
+@intrinsic  # type: ignore[misc]
+def _widen(typing: Any, value: Any) -> Any:
+    """bf16 bits or fp32 to fp32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if value == types.float32:
+            return arguments[0]
+        high = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.IntType(32)(16))
+        return builder.bitcast(high, ir.FloatType())
+
+    return types.float32(value), generate
+
+
+@intrinsic  # type: ignore[misc]
+def _join(typing: Any, weight: Any, residual: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        high, low = (builder.zext(half, word) for half in arguments)
+        high = builder.shl(builder.sub(high, builder.lshr(low, word(15))), word(16))
+        return builder.bitcast(builder.add(high, low), ir.FloatType())
+
+    return types.float32(types.uint16, types.uint16), generate
+
+
+@intrinsic  # type: ignore[misc]
+def _split_weight(typing: Any, master: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        rounded = builder.add(builder.bitcast(arguments[0], word), word(0x8000))
+        return builder.trunc(builder.lshr(rounded, word(16)), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+@intrinsic  # type: ignore[misc]
+def _split_residual(typing: Any, master: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.trunc(builder.bitcast(arguments[0], ir.IntType(32)), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+@intrinsic  # type: ignore[misc]
+def _add_squares(typing: Any, values: Any, groups: Any, sums: Any) -> Any:
+    """sums[lane] = the sum over all groups of LANES values of values[group, lane] ** 2, in float64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values_pointer, group_count, sums_pointer = arguments
+        doubles = ir.VectorType(ir.DoubleType(), LANES)
+        floats = ir.VectorType(ir.FloatType(), LANES)
+        values_pointer = builder.bitcast(values_pointer, floats.as_pointer())
+        accumulated = cgutils.alloca_once_value(builder, ir.Constant(doubles, [0.0] * LANES))
+        with cgutils.for_range(builder, group_count) as loop:
+            group = builder.load(builder.gep(values_pointer, [loop.index]), align=4)
+            group = builder.fpext(group, doubles)
+            builder.store(builder.fadd(builder.load(accumulated), builder.fmul(group, group)), accumulated)
+        builder.store(builder.load(accumulated), builder.bitcast(sums_pointer, doubles.as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    return types.none(types.voidptr, types.int64, types.voidptr), generate
+
+
+@_compiled
+def _one_nan(value: float) -> Any:
+    return value if value == value else _NAN
+
+
+# ---- loops over one tile
+
+
+@_compiled
+def _widen_scaled(source: Any, scale: Any, target: Any) -> None:
+    for i in range(target.size):
+        target[i] = _widen(source[i]) * scale
+
+
+@_compiled
+def _join_halves(weight: Any, residual: Any, master: Any) -> None:
+    for i in range(master.size):
+        master[i] = _join(weight[i], residual[i])
+
+
+@_compiled
+def _split_halves(master: Any, weight: Any, residual: Any) -> None:
+    for i in range(master.size):
+        value = _one_nan(master[i])
+        weight[i] = _split_weight(value)
+        residual[i] = _split_residual(value)
+
+
+@_compiled
+def _adam(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any) -> None:
+    """The formula; csrc/adam.cpp has the same with its sources."""
+    l2 = task.formula == ADAM and task.weight_decay != 0
+    decay = np.float32(1.0) if task.formula == ADAM else task.decay
+    weight_decay = task.weight_decay
+    from_end = task.one_minus_beta1 >= np.float32(0.5)
+    towards_grad = task.one_minus_beta1 - np.float32(1.0) if from_end else task.one_minus_beta1
+    beta2 = task.beta2
+    one_minus_beta2 = task.one_minus_beta2
+    step_size = task.step_size
+    bias_correction2_sqrt = task.bias_correction2_sqrt
+    eps = task.eps
+    for i in range(params.size):
+        p = params[i]
+        g = grad[i]
+        m = exp_avg[i]
+        v = exp_avg_sq[i]
+        g = g + weight_decay * p if l2 else g
+        p = p * decay
+        m = (g if from_end else m) + towards_grad * (g - m)
+        v = v * beta2 + one_minus_beta2 * g * g
+        p = p - step_size * m / (np.sqrt(v) / bias_correction2_sqrt + eps)
+        params[i] = _one_nan(p)
+        exp_avg[i] = _one_nan(m)
+        exp_avg_sq[i] = _one_nan(v)
+
+
+@_compiled
+def _convert(source: Any, target: Any) -> None:
+    for i in range(target.size):
+        target[i] = _widen(source[i])
+
+
+@_compiled
+def _add(source: Any, previous: Any, scale: Any, target: Any) -> None:
+    for i in range(target.size):
+        target[i] = _one_nan(_widen(previous[i]) * scale + _widen(source[i]))
+
+
+@_compiled
+def _sum_of_squares(values: Any, sums: Any) -> float:
+    groups = values.size // LANES
+    _add_squares(values.ctypes, groups, sums.ctypes)
+    for i in range(groups * LANES, values.size):
+        value = np.float64(values[i])
+        sums[i - groups * LANES] += value * value
+    total = 0.0
+    for lane in range(LANES):
+        total += sums[lane]
+    return total if total == total else np.nan
+
+
+# ---- runs: units first..last of an array of tasks
+
+
+@_compiled
+def _update(tasks: Any, first: int, last: int) -> None:
+    masters = np.empty(TILE_NUMEL, np.float32)
+    grads = np.empty(TILE_NUMEL, np.float32)
+    unit = 0
+    for index in range(tasks.size):
+        task = tasks[index]
+        units = (task.numel + UNIT_NUMEL - 1) // UNIT_NUMEL
+        begin = max(first - unit, 0) * UNIT_NUMEL
+        end = min((last - unit) * UNIT_NUMEL, task.numel)
+        unit += units
+        grad_scale = -task.grad_scale if task.maximize else task.grad_scale
+        for start in range(begin, end, TILE_NUMEL):
+            numel = min(TILE_NUMEL, end - start)
+            exp_avg = carray(_pointer(task.exp_avg + np.uint64(4 * start)), numel, np.float32)
+            exp_avg_sq = carray(_pointer(task.exp_avg_sq + np.uint64(4 * start)), numel, np.float32)
+            grad = grads[:numel]
+            if task.grad_dtype == BF16:
+                _widen_scaled(carray(_pointer(task.grad + np.uint64(2 * start)), numel, np.uint16), grad_scale, grad)
+            else:
+                _widen_scaled(carray(_pointer(task.grad + np.uint64(4 * start)), numel, np.float32), grad_scale, grad)
+            if task.weight_dtype == BF16:
+                weight = carray(_pointer(task.weight + np.uint64(2 * start)), numel, np.uint16)
+                residual = carray(_pointer(task.residual + np.uint64(2 * start)), numel, np.uint16)
+                master = masters[:numel]
+                _join_halves(weight, residual, master)
+                _adam(task, master, grad, exp_avg, exp_avg_sq)
+                _split_halves(master, weight, residual)
+            else:
+                master = carray(_pointer(task.weight + np.uint64(4 * start)), numel, np.float32)
+                _adam(task, master, grad, exp_avg, exp_avg_sq)
+
+
+@_compiled
+def _accumulate_piece(task: Any, source: Any, begin: int, values: Any) -> None:
+    if task.previous == 0:
+        _convert(source, values)
+    elif task.previous_dtype == BF16:
+        previous = carray(_pointer(task.previous + np.uint64(2 * begin)), values.size, np.uint16)
+        _add(source, previous, task.previous_scale, values)
+    else:
+        previous = carray(_pointer(task.previous + np.uint64(4 * begin)), values.size, np.float32)
+        _add(source, previous, task.previous_scale, values)
+
+
+@_compiled
+def _pieces(task: Any) -> int:
+    if task.numel == 0:
+        return 0
+    return 1 + max(0, (task.numel - task.first_piece + PIECE_NUMEL - 1) // PIECE_NUMEL)
+
+
+@_compiled
+def _accumulate(tasks: Any, first: int, last: int) -> None:
+    scratch = np.empty(PIECE_NUMEL, np.float32)
+    sums = np.empty(LANES, np.float64)
+    unit = 0
+    for index in range(tasks.size):
+        task = tasks[index]
+        pieces = _pieces(task)
+        units = (pieces + UNIT_PIECES - 1) // UNIT_PIECES
+        first_piece = max(first - unit, 0) * UNIT_PIECES
+        last_piece = min((last - unit) * UNIT_PIECES, pieces)
+        unit += units
+        for piece in range(first_piece, last_piece):
+            begin = 0 if piece == 0 else task.first_piece + (piece - 1) * PIECE_NUMEL
+            numel = min(task.first_piece + piece * PIECE_NUMEL, task.numel) - begin
+            values = scratch[:numel]
+            if task.target != 0 and task.target_dtype == F32:
+                values = carray(_pointer(task.target + np.uint64(4 * begin)), numel, np.float32)
+            if task.source_dtype == BF16:
+                source = carray(_pointer(task.source + np.uint64(2 * begin)), numel, np.uint16)
+                if task.target != 0 and task.target_dtype == BF16:
+                    carray(_pointer(task.target + np.uint64(2 * begin)), numel, np.uint16)[:] = source
+                _accumulate_piece(task, source, begin, values)
+            else:
+                source_f32 = carray(_pointer(task.source + np.uint64(4 * begin)), numel, np.float32)
+                _accumulate_piece(task, source_f32, begin, values)
+            if task.partials != 0:
+                partial = carray(_pointer(task.partials + np.uint64(8 * piece)), 1, np.float64)
+                partial[0] = _sum_of_squares(values, sums)
+
+
+@_compiled
+def _split(tasks: Any, first: int, last: int) -> None:
+    task = tasks[0]
+    for begin in range(first * UNIT_NUMEL, min(last * UNIT_NUMEL, task.numel), UNIT_NUMEL):
+        numel = min(UNIT_NUMEL, task.numel - begin)
+        master = carray(_pointer(task.master + np.uint64(4 * begin)), numel, np.float32)
+        weight = carray(_pointer(task.weight + np.uint64(2 * begin)), numel, np.uint16)
+        residual = carray(_pointer(task.residual + np.uint64(2 * begin)), numel, np.uint16)
+        _split_halves(master, weight, residual)
+
+
+@_compiled
+def _join_all(tasks: Any, first: int, last: int) -> None:
+    task = tasks[0]
+    for begin in range(first * UNIT_NUMEL, min(last * UNIT_NUMEL, task.numel), UNIT_NUMEL):
+        numel = min(UNIT_NUMEL, task.numel - begin)
+        master = carray(_pointer(task.master + np.uint64(4 * begin)), numel, np.float32)
+        weight = carray(_pointer(task.weight + np.uint64(2 * begin)), numel, np.uint16)
+        residual = carray(_pointer(task.residual + np.uint64(2 * begin)), numel, np.uint16)
+        _join_halves(weight, residual, master)
+
+
+@_compiled
+def _scramble(value: Any) -> Any:
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+@_compiled
+def _checksum(address: Any, nbytes: int) -> Any:
+    """csrc/checksum.cpp says what it computes."""
+    weyl = np.uint64(0x9E3779B97F4A7C15)
+    low = np.uint64(0xFFFFFFFF)
+    words = carray(_pointer(address), nbytes // 8, np.uint64)
+    plain = np.uint64(0)
+    keyed = np.uint64(0)
+    key = weyl
+    for i in range(words.size):
+        plain += words[i]
+        word = words[i] ^ key
+        keyed += (word & low) * (word >> np.uint64(32))
+        key += weyl
+    rest = np.uint64(0)
+    tail = carray(_pointer(address + np.uint64(8 * words.size)), nbytes % 8, np.uint8)
+    for i in range(tail.size):
+        rest |= np.uint64(tail[i]) << np.uint64(8 * i)
+    plain += rest
+    rest ^= key
+    keyed += (rest & low) * (rest >> np.uint64(32))
+    return _scramble(plain ^ _scramble(keyed + weyl * np.uint64(nbytes)))
+
+
+# ---- calling them
+
+
+class _FloatEnvironment:
+    """Sets a thread to round to nearest and keep denormals, which torch.set_flush_denormal changes, and back."""
+
+    _DEFAULT: Final = ctypes.c_void_p(-1)  # FE_DFL_ENV of glibc and musl
+    _SIZE: Final = 128  # more than any fenv_t
+
+    def __init__(self) -> None:
+        self._libm = ctypes.CDLL(None)
+
+    def __call__(self, function: Callable[..., None], *arguments: object) -> None:
+        saved = ctypes.create_string_buffer(self._SIZE)
+        self._libm.fegetenv(saved)
+        self._libm.fesetenv(self._DEFAULT)
+        try:
+            function(*arguments)
+        finally:
+            self._libm.fesetenv(saved)
+
+
+class NumbaKernels(Kernels):
+    """Kernels compiled by numba at their first call."""
+
+    name = "numba"
+
+    def __init__(self) -> None:
+        self._in_default_environment = _FloatEnvironment()
+        self._executor: ThreadPoolExecutor | None = None
+        self._executor_pid = 0
+
+    def update(self, tasks: ctypes.Array[UpdateTask], count: int, threads: int) -> None:
+        records = np.frombuffer(tasks, np.dtype(UpdateTask), count)
+        self._share(_update, records, -(-records["numel"] // UNIT_NUMEL), threads)
+
+    def accumulate(self, tasks: ctypes.Array[AccumulateTask], count: int, threads: int) -> None:
+        records = np.frombuffer(tasks, np.dtype(AccumulateTask), count)
+        numel, first_piece = records["numel"], records["first_piece"]
+        pieces = np.where(numel == 0, 0, 1 + np.maximum(0, -(-(numel - first_piece) // PIECE_NUMEL)))
+        self._share(_accumulate, records, -(-pieces // UNIT_PIECES), threads)
+
+    def split(self, master: int, weight: int, residual: int, numel: int, threads: int) -> None:
+        records = np.array([(master, weight, residual, numel)], _MASTER_TASK)
+        self._share(_split, records, -(-records["numel"] // UNIT_NUMEL), threads)
+
+    def join(self, weight: int, residual: int, master: int, numel: int, threads: int) -> None:
+        records = np.array([(master, weight, residual, numel)], _MASTER_TASK)
+        self._share(_join_all, records, -(-records["numel"] // UNIT_NUMEL), threads)
+
+    def checksum(self, address: int, nbytes: int) -> int:
+        return int(_checksum(np.uint64(address), nbytes))
+
+    def _share(self, run: Callable[..., None], records: Any, units: Any, threads: int) -> None:
+        """Calls run(records, first, last) on equal ranges of all units, the last of them on this thread."""
+        total = int(units.sum())
+        shares = max(1, min(threads, total, int(records["numel"].sum()) // NUMEL_PER_THREAD_MIN))
+        bounds = [total * share // shares for share in range(shares + 1)]
+        others: list[Future[None]] = []
+        for first, last in zip(bounds[:-2], bounds[1:-1], strict=True):
+            others.append(self._threads().submit(self._in_default_environment, run, records, first, last))
+        self._in_default_environment(run, records, bounds[-2], bounds[-1])
+        for other in others:
+            other.result()
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._executor is None or self._executor_pid != os.getpid():  # a forked child has none of the threads
+            self._executor = ThreadPoolExecutor(thread_name_prefix="tiermem-kernels")
+            self._executor_pid = os.getpid()
+        return self._executor
