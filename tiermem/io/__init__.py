@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from tiermem.io.aio import AiofilesEngine
+from tiermem.io.choice import ENGINES, probe, select
 from tiermem.io.engine import Engine, File
 from tiermem.io.threads import ThreadsEngine
 
-__all__ = ["Engine", "File", "ThreadsEngine"]
+__all__ = ["ENGINES", "AiofilesEngine", "Engine", "File", "ThreadsEngine", "probe", "select"]
