@@ -23,18 +23,20 @@ import stat
 import time
 import warnings
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiermem.io.engine import DIRECT_ALIGNMENT, Engine, File
+from tiermem.io.engine import DIRECT_ALIGNMENT, Engine, File, finish
 from tiermem.io.mounts import file_system
 
 __all__ = [
     "NoFreeExtentError",
     "Record",
     "Store",
+    "Traffic",
     "Version",
     "check_directory",
     "find_owned",
@@ -48,10 +50,24 @@ _KIND_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _LOCK_NAME = "lock"
 _EXTENTS_SUFFIX = ".extents"
 _SPEED_WINDOW_BYTES = 32 << 20
+_MISSED_MAX = 4
+_FULL_SECONDS = 10.0
+_PUNCH_HOLE = 0x3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
 class NoFreeExtentError(RuntimeError):
     """Every extent of a kind is the current or a pinned version of some record, so nothing can be written."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one mount carried, and its speed: bytes per second while it was busy, or None if not yet known."""
+
+    directory: Path
+    bytes_read: int
+    bytes_written: int
+    bytes_per_second: float | None
 
 
 class Store:
@@ -62,18 +78,22 @@ class Store:
     engine: moves the bytes. The store does not close it.
     spare: extents of each kind, on each mount, beyond what the records need: how many records can be swapped out at a
         time before one waits.
+    verify: keep a checksum (CRC-32) of every version in memory; a swap in that reads anything else raises `OSError`.
 
     Raises `OSError` when a directory is missing, not a directory, not writable or full, naming it. Warns when one is in
     memory (tmpfs).
     """
 
-    def __init__(self, directories: Sequence[Path | str], engine: Engine, *, spare: int = 4) -> None:
+    def __init__(
+        self, directories: Sequence[Path | str], engine: Engine, *, spare: int = 4, verify: bool = False
+    ) -> None:
         if not directories:
             raise ValueError("the disk tier needs at least one directory")
         if spare < 1:
             raise ValueError(f"a store never overwrites, so it needs at least one spare extent, not {spare}")
         self.engine = engine
         self.spare = spare
+        self.verify = verify
         self._kinds: dict[str, _Kind] = {}
         self._owned = _Owned(os.getpid())
         self._finalizer = weakref.finalize(self, self._owned.remove)
@@ -91,6 +111,10 @@ class Store:
     def directories(self) -> list[Path]:
         """The private directories, one per mount."""
         return [mount.directory for mount in self._mounts]
+
+    def traffic(self) -> list[Traffic]:
+        """What each mount carried so far, in the order of the directories."""
+        return [Traffic(m.parent, m.bytes_read, m.bytes_written, m.bytes_per_second) for m in self._mounts]
 
     @property
     def allocated_bytes(self) -> int:
@@ -112,9 +136,16 @@ class Store:
         if known is not None and known.extent_bytes != rounded:
             raise ValueError(f"kind {kind!r} has extents of {known.extent_bytes} bytes, not {rounded}")
         if known is None:
-            parts = [self._create_part(mount, kind, rounded) for mount in self._mounts]
-            known = _Kind(kind, rounded, parts)
-            known.grow(count, self.spare)
+            known = _Kind(kind, rounded)
+            try:
+                for mount in self._mounts:
+                    known.parts.append(self._create_part(mount, kind, rounded))
+                known.grow(count, self.spare * len(self._mounts))
+            except BaseException:
+                for part in known.parts:
+                    part.file.close()
+                    part.file.path.unlink()
+                raise
             self._kinds[kind] = known
         else:
             known.grow(count, 0)
@@ -253,6 +284,7 @@ class Version:
         self._record = record
         self._place = place
         self._pins = 1
+        self._checksum: int | None = None
 
     async def swap_in(self, target: memoryview) -> None:
         """Read it."""
@@ -260,11 +292,19 @@ class Version:
         part = self._place.part
         with part.mount.busy(target.nbytes, write=False):
             await self._record._store.engine.read(part.file, self.offset_bytes, target)
+        if self._checksum is not None and await _checksum(target[: self.nbytes]) != self._checksum:
+            what = f"checksum mismatch, reading {self.nbytes} bytes at offset {self.offset_bytes}: not what was written"
+            raise OSError(errno.EIO, what, str(self.path))
 
     async def _write(self, source: memoryview) -> None:
         part = self._place.part
-        with part.mount.busy(source.nbytes, write=True):
-            await self._record._store.engine.write(part.file, self.offset_bytes, source)
+        checksum = asyncio.ensure_future(_checksum(source[: self.nbytes])) if self._record._store.verify else None
+        try:
+            with part.mount.busy(source.nbytes, write=True):
+                await self._record._store.engine.write(part.file, self.offset_bytes, source)
+        finally:
+            if checksum is not None:
+                self._checksum = await finish(checksum)
 
     def unpin(self) -> None:
         """Undo one `pin`. The extent is free when nothing else holds it."""
@@ -320,9 +360,6 @@ class _Mount:
         self._window_bytes = 0
         self._busy_seconds = 0.0
 
-    def free_bytes(self) -> int:
-        return free_bytes(self.directory)
-
 
 class _Part:
     """The file of a kind on one mount, and which of its extents are free."""
@@ -331,14 +368,23 @@ class _Part:
         self.mount = mount
         self.file = file
         self.extent_bytes = extent_bytes
-        self.extent_count = 0
+        self.extent_count = 0  # holes included
         self.free: deque[int] = deque()  # oldest first, so that writes stay roughly sequential
+        self.holes: list[int] = []  # extents whose disk space was given up for one on another mount
+        self.missed = 0  # writes in a row that this mount would have finished first, had it had a free extent
+        self.full_until = 0.0  # no attempt to get more space before
 
     def grow(self, count: int) -> None:
-        if count:
-            allocate(self.file, self.extent_count * self.extent_bytes, count * self.extent_bytes)
-            self.free.extend(range(self.extent_count, self.extent_count + count))
-            self.extent_count += count
+        if not count:
+            return
+        old_bytes = self.extent_count * self.extent_bytes
+        try:
+            allocate(self.file, old_bytes, count * self.extent_bytes)
+        except OSError:
+            os.ftruncate(self.file.fd, old_bytes)  # a part may have been allocated
+            raise
+        self.free.extend(range(self.extent_count, self.extent_count + count))
+        self.extent_count += count
 
     def shrink(self, count: int) -> None:
         """Undo the latest `grow`, of which nothing has been handed out."""
@@ -346,31 +392,38 @@ class _Part:
         self.free = deque(index for index in self.free if index < self.extent_count)
         os.ftruncate(self.file.fd, self.extent_count * self.extent_bytes)
 
+    def take_hole(self) -> int:
+        """The index of an extent that has no disk space yet."""
+        if self.holes:
+            return self.holes.pop()
+        self.extent_count += 1
+        return self.extent_count - 1
+
 
 class _Kind:
     """Extents of one size: hands them out, takes them back, and keeps those who wait in order."""
 
-    def __init__(self, name: str, extent_bytes: int, parts: list[_Part]) -> None:
+    def __init__(self, name: str, extent_bytes: int) -> None:
         self.name = name
         self.extent_bytes = extent_bytes
-        self.parts = parts
+        self.parts: list[_Part] = []
         self.record_count = 0
         self.record_count_max = 0
+        self._moving = False
         self._in_flight = 0  # transfers begun and not ended: each may still free an extent
         self._waiting: deque[asyncio.Future[_Place]] = deque()
 
     @property
     def extent_count(self) -> int:
-        return sum(part.extent_count for part in self.parts)
+        return sum(part.extent_count - len(part.holes) for part in self.parts)
 
     def grow(self, count: int, spare: int) -> None:
-        """Room for `count` more records, and on each mount for `spare` more versions."""
-        shares = self._shares(count)
+        """Room for `count` more records and for `spare` more versions than that."""
         grown: list[tuple[_Part, int]] = []
         try:
-            for part, share in zip(self.parts, shares, strict=True):
-                part.grow(share + spare)
-                grown.append((part, share + spare))
+            for part, share in zip(self.parts, self._shares(count + spare), strict=True):
+                part.grow(share)
+                grown.append((part, share))
         except BaseException:
             for part, share in grown:
                 part.shrink(share)
@@ -379,16 +432,16 @@ class _Kind:
 
     def _shares(self, count: int) -> list[int]:
         """Equal shares, as far as there is room on each mount."""
-        rooms = [part.mount.free_bytes() // self.extent_bytes for part in self.parts]
+        rooms = [free_bytes(part.mount.directory) // self.extent_bytes for part in self.parts]
+        if sum(rooms) < count:
+            where = ", ".join(str(part.mount.directory) for part in self.parts)
+            raise _no_space(where, count * self.extent_bytes, sum(rooms) * self.extent_bytes)
         shares = [0] * len(rooms)
         left = count
         while left:
-            open_ = [i for i, room in enumerate(rooms) if shares[i] < room]
-            if not open_:
-                shares[0] += left  # too much: let the allocation fail, and say by how much
-                break
-            for i in open_:
-                more = min(-(-left // len(open_)), rooms[i] - shares[i], left)
+            roomy = [i for i, room in enumerate(rooms) if shares[i] < room]
+            for i in roomy:
+                more = min(-(-left // len(roomy)), rooms[i] - shares[i], left)
                 shares[i] += more
                 left -= more
         return shares
@@ -404,10 +457,14 @@ class _Kind:
 
     async def take(self) -> _Place:
         """Begin a transfer to a free extent, on the mount that will be done first; waits in turn if there is none."""
-        if not self._waiting:
-            place = self._take_now()
-            if place is not None:
-                return place
+        place = None if self._waiting else self._take_now()
+        if place is None:
+            place = await self._wait()
+        if len(self.parts) == 1:
+            return place
+        return await self._move_space(place)
+
+    async def _wait(self) -> _Place:
         waiter: asyncio.Future[_Place] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         self._settle()
@@ -418,6 +475,37 @@ class _Kind:
                 self.give_back(waiter.result())
                 self.end()
             raise
+
+    async def _move_space(self, place: _Place) -> _Place:
+        """Let capacity follow speed: if a faster mount keeps running out of extents, it gets the space of this one."""
+        now = time.monotonic()
+        poor = [p for p in self.parts if p.missed >= _MISSED_MAX and p.full_until < now and p is not place.part]
+        if not poor or self._moving:
+            return place
+        self._moving = True
+        target = _Place(poor[0], poor[0].take_hole())
+        target.part.missed = 0
+        moving = asyncio.get_running_loop().run_in_executor(None, _move_space, place, target)
+        try:
+            await finish(moving)
+        except OSError:
+            target.part.full_until = now + _FULL_SECONDS
+        except asyncio.CancelledError:
+            if moving.cancelled() or moving.exception() is not None:
+                target.part.holes.append(target.index)
+                self.give_back(place)
+            else:
+                place.part.holes.append(place.index)
+                self.give_back(target)
+            self.end()
+            raise
+        finally:
+            self._moving = False
+        if moving.exception() is not None:
+            target.part.holes.append(target.index)
+            return place
+        place.part.holes.append(place.index)
+        return target
 
     def give_back(self, place: _Place) -> None:
         place.part.free.append(place.index)
@@ -448,13 +536,15 @@ class _Kind:
             )
 
     def _take_now(self) -> _Place | None:
-        parts = [part for part in self.parts if part.free]
-        if not parts:
-            return None
-        if len(parts) > 1:
-            parts.sort(key=self._seconds_until_done)
-        self.begin()
-        return _Place(parts[0], parts[0].free.popleft())
+        best_first = sorted(self.parts, key=self._seconds_until_done) if len(self.parts) > 1 else self.parts
+        for rank, part in enumerate(best_first):
+            if part.free:
+                part.missed = 0
+                for better in best_first[:rank]:
+                    better.missed += 1
+                self.begin()
+                return _Place(part, part.free.popleft())
+        return None
 
     def _seconds_until_done(self, part: _Part) -> float:
         speeds = [p.mount.bytes_per_second for p in self.parts if p.mount.bytes_per_second]
@@ -580,31 +670,45 @@ def allocate(file: File, offset_bytes: int, nbytes: int) -> None:
     """Give a range of a file disk space, or raise `OSError` (ENOSPC) with the bytes needed and present."""
     present_bytes = free_bytes(file.path.parent)
     if nbytes > present_bytes:
-        raise _no_space(file.path, nbytes, present_bytes)
+        raise _no_space(str(file.path), nbytes, present_bytes)
     try:
-        _fallocate(file.fd, offset_bytes, nbytes)
+        _fallocate(file.fd, 0, offset_bytes, nbytes)
     except OSError as error:
-        os.ftruncate(file.fd, offset_bytes)  # a part may have been allocated
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise _no_space(file.path, nbytes, free_bytes(file.path.parent), error.errno) from error
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise _no_space(str(file.path), nbytes, free_bytes(file.path.parent), error.errno) from error
+        if error.errno not in _UNSUPPORTED:
             raise OSError(error.errno, f"{error.strerror}, allocating {nbytes} bytes", str(file.path)) from error
-        os.ftruncate(file.fd, offset_bytes + nbytes)  # no preallocation here: running full shows as ENOSPC at a write
+        if os.fstat(file.fd).st_size < offset_bytes + nbytes:  # running full will show as ENOSPC at a write
+            os.ftruncate(file.fd, offset_bytes + nbytes)
 
 
-def _no_space(path: Path, needed_bytes: int, present_bytes: int, code: int = errno.ENOSPC) -> OSError:
+def _move_space(source: _Place, target: _Place) -> None:
+    """Allocate one extent and give up the space of another. If it raises, nothing has changed."""
+    nbytes = target.part.extent_bytes
+    offset_bytes = target.index * nbytes
+    if free_bytes(target.part.mount.directory) < nbytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    _fallocate(target.part.file.fd, 0, offset_bytes, nbytes)
+    try:
+        _fallocate(source.part.file.fd, _PUNCH_HOLE, source.index * nbytes, nbytes)
+    except OSError:
+        _fallocate(target.part.file.fd, _PUNCH_HOLE, offset_bytes, nbytes)
+        raise
+
+
+def _no_space(path: str, needed_bytes: int, present_bytes: int, code: int = errno.ENOSPC) -> OSError:
     what = (
         f"{os.strerror(code)}: {needed_bytes} bytes needed, {present_bytes} bytes free; free some, "
         "choose another directory, or put less on disk"
     )
-    return OSError(code, what, str(path))
+    return OSError(code, what, path)
 
 
-def _fallocate(fd: int, offset_bytes: int, nbytes: int) -> None:
+def _fallocate(fd: int, mode: int, offset_bytes: int, nbytes: int) -> None:
     # Not os.posix_fallocate: where the file system cannot, the C library would write every block.
     if _libc_fallocate is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    while _libc_fallocate(fd, 0, offset_bytes, nbytes):
+    while _libc_fallocate(fd, mode, offset_bytes, nbytes):
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
@@ -645,6 +749,10 @@ def _remove_if_abandoned(directory: Path) -> None:
     with contextlib.suppress(OSError):
         if time.time() - directory.stat().st_mtime > 60:
             directory.rmdir()
+
+
+async def _checksum(memory: memoryview) -> int:
+    return await finish(asyncio.get_running_loop().run_in_executor(None, zlib.crc32, memory))
 
 
 def _round_up(nbytes: int) -> int:
