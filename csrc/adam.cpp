@@ -1,7 +1,7 @@
 // The fused optimizer pass: gradient in; weight, residual and both moments in and out.
 //
-// A formula is a struct made from a task's scalars; its call operator is the whole arithmetic of one element. The loop
-// around it is the same for all.
+// A formula is a struct made from a task's scalars; its call operator is the whole arithmetic of one element. A NaN in
+// a moment must reach the parameter, where the loop around it, the same for all, looks for NaNs.
 
 #include <algorithm>
 #include <cmath>
@@ -13,73 +13,86 @@
 namespace tiermem {
 namespace {
 
-// torch.lerp: starts from the nearer end, so that weight 1 gives the end itself.
-struct Lerp {
-    explicit Lerp(float weight) : from_end(weight >= 0.5f), weight(from_end ? weight - 1.0f : weight) {}
-
-    TM_INLINE float operator()(float start, float end) const {
-        return (from_end ? end : start) + weight * (end - start);
-    }
-
-    bool from_end;
-    float weight;
-};
-
 // Kingma and Ba, "Adam", and Loshchilov and Hutter, "Decoupled weight decay regularization", in the order of
-// operations of torch.optim's single-tensor path.
-template <Formula formula>
+// operations of torch.optim's single-tensor path, but for one thing: torch divides the root by its bias correction and
+// then the step by the denominator. Here the correction is taken out of the fraction: one division less, which
+// the narrow instruction sets need to keep up with memory, and one rounding less.
+//
+// `l2`: weight decay is added to the gradient (Adam), else taken off the parameter (AdamW). `from_grad`: the mean is
+// computed from its new end, as torch.lerp does for beta1 <= 0.5, so that beta1 = 0 gives the gradient itself.
+template <bool l2, bool from_grad>
 struct Adam {
     explicit Adam(const UpdateTask& task)
-        : decay(task.decay),
+        : decay(task.formula == ADAM ? 1.0f : task.decay),
           weight_decay(task.weight_decay),
-          towards_grad(task.one_minus_beta1),
+          towards_grad(from_grad ? task.one_minus_beta1 - 1.0f : task.one_minus_beta1),
           beta2(task.beta2),
           one_minus_beta2(task.one_minus_beta2),
-          step_size(task.step_size),
-          bias_correction2_sqrt(task.bias_correction2_sqrt),
-          eps(task.eps) {}
+          step_size(task.step_size * task.bias_correction2_sqrt),
+          eps(task.eps * task.bias_correction2_sqrt) {}
 
     TM_INLINE void operator()(float& p, float g, float& m, float& v) const {
-        if constexpr (formula == ADAM) g += weight_decay * p;
-        if constexpr (formula == ADAMW) p *= decay;
-        m = towards_grad(m, g);
+        if constexpr (l2) {
+            g += weight_decay * p;
+        } else {
+            p *= decay;
+        }
+        m = (from_grad ? g : m) + towards_grad * (g - m);
         v = v * beta2 + one_minus_beta2 * g * g;
-        p -= step_size * m / (std::sqrt(v) / bias_correction2_sqrt + eps);
+        p -= step_size * m / (std::sqrt(v) + eps);
     }
 
-    float decay, weight_decay;
-    Lerp towards_grad;
-    float beta2, one_minus_beta2, step_size, bias_correction2_sqrt, eps;
+    float decay, weight_decay, towards_grad, beta2, one_minus_beta2, step_size, eps;
 };
 
-template <class Step, class Grad>
-TM_INLINE void update_split(const Step step, float grad_scale, uint16_t* __restrict weight,
-                            uint16_t* __restrict residual, float* __restrict exp_avg, float* __restrict exp_avg_sq,
-                            const Grad* __restrict grad, int64_t numel) {
-    for (int64_t i = 0; i < numel; ++i) {
-        float p = join(weight[i], residual[i]);
-        float m = exp_avg[i];
-        float v = exp_avg_sq[i];
-        step(p, widen(grad[i]) * grad_scale, m, v);
-        p = one_nan(p);
-        weight[i] = split_weight(p);
-        residual[i] = split_residual(p);
-        exp_avg[i] = one_nan(m);
-        exp_avg_sq[i] = one_nan(v);
-    }
-}
+// Where the parameters of a task are: masters in two halves, or plain fp32.
+struct SplitMaster {
+    uint16_t* __restrict weight;
+    uint16_t* __restrict residual;
 
-template <class Step, class Grad>
-TM_INLINE void update_plain(const Step step, float grad_scale, float* __restrict weight, float* __restrict exp_avg,
-                            float* __restrict exp_avg_sq, const Grad* __restrict grad, int64_t numel) {
+    TM_INLINE void prefetch(int64_t row) const {
+        prefetch_row(weight + row);
+        prefetch_row(residual + row);
+    }
+    TM_INLINE float load(int64_t i) const { return join(weight[i], residual[i]); }
+    TM_INLINE void store(int64_t i, float value) const { split(value, weight[i], residual[i]); }
+};
+
+struct PlainMaster {
+    float* __restrict weight;
+
+    TM_INLINE void prefetch(int64_t row) const { prefetch_row(weight + row); }
+    TM_INLINE float load(int64_t i) const { return weight[i]; }
+    TM_INLINE void store(int64_t i, float value) const { weight[i] = value; }
+};
+
+template <class Step, class Master, class Grad>
+TM_INLINE void update(const Step step, float grad_scale, const Master master, float* __restrict exp_avg,
+                      float* __restrict exp_avg_sq, const Grad* __restrict grad, int64_t numel) {
+    uint32_t nans = 0;
+    for (int64_t row = 0; row < numel; row += row_numel) {
+        master.prefetch(row);
+        prefetch_row(exp_avg + row);
+        prefetch_row(exp_avg_sq + row);
+        prefetch_row(grad + row);
+        const int64_t end = std::min(row + row_numel, numel);
+        for (int64_t i = row; i < end; ++i) {
+            float p = master.load(i);
+            float m = exp_avg[i];
+            float v = exp_avg_sq[i];
+            step(p, widen(grad[i]) * grad_scale, m, v);
+            nans |= is_nan(p);
+            master.store(i, p);
+            exp_avg[i] = m;
+            exp_avg_sq[i] = v;
+        }
+    }
+    if (!nans) return;
+    // To look is cheaper than to select in the loop above, which has to keep up with memory.
     for (int64_t i = 0; i < numel; ++i) {
-        float p = weight[i];
-        float m = exp_avg[i];
-        float v = exp_avg_sq[i];
-        step(p, widen(grad[i]) * grad_scale, m, v);
-        weight[i] = one_nan(p);
-        exp_avg[i] = one_nan(m);
-        exp_avg_sq[i] = one_nan(v);
+        master.store(i, one_nan(master.load(i)));
+        exp_avg[i] = one_nan(exp_avg[i]);
+        exp_avg_sq[i] = one_nan(exp_avg_sq[i]);
     }
 }
 
@@ -88,40 +101,46 @@ struct Update {
     using Function = void (*)(const UpdateTask&, int64_t);
 
     static constexpr int64_t unit_numel = 32 * 1024;
+    static constexpr int64_t tile_numel = 4096;
 
     static int64_t units(const UpdateTask& task) { return (task.numel + unit_numel - 1) / unit_numel; }
 
     static TM_INLINE void run(const UpdateTask& task, int64_t unit) {
-        const int64_t begin = unit * unit_numel;
-        const int64_t numel = std::min(unit_numel, task.numel - begin);
+        const int64_t end = std::min((unit + 1) * unit_numel, task.numel);
+        for (int64_t begin = unit * unit_numel; begin < end; begin += tile_numel) {
+            run_tile(task, begin, std::min(tile_numel, end - begin));
+        }
+    }
+
+    static TM_INLINE void run_tile(const UpdateTask& task, int64_t begin, int64_t numel) {
+        const bool from_grad = task.one_minus_beta1 >= 0.5f;
         if (task.formula == ADAM && task.weight_decay != 0.0f) {
-            with_grad(Adam<ADAM>(task), task, begin, numel);
+            from_grad ? with_grad<Adam<true, true>>(task, begin, numel)
+                      : with_grad<Adam<true, false>>(task, begin, numel);
         } else {
-            Adam<ADAMW> step(task);
-            if (task.formula == ADAM) step.decay = 1.0f;  // without decay the two are one; 0 * infinity must not be added
-            with_grad(step, task, begin, numel);
+            from_grad ? with_grad<Adam<false, true>>(task, begin, numel)
+                      : with_grad<Adam<false, false>>(task, begin, numel);
         }
     }
 
     template <class Step>
-    static TM_INLINE void with_grad(const Step& step, const UpdateTask& task, int64_t begin, int64_t numel) {
+    static TM_INLINE void with_grad(const UpdateTask& task, int64_t begin, int64_t numel) {
         if (task.grad_dtype == BF16) {
-            with_weight(step, task, static_cast<const uint16_t*>(task.grad), begin, numel);
+            with_master<Step>(task, static_cast<const uint16_t*>(task.grad) + begin, begin, numel);
         } else {
-            with_weight(step, task, static_cast<const float*>(task.grad), begin, numel);
+            with_master<Step>(task, static_cast<const float*>(task.grad) + begin, begin, numel);
         }
     }
 
     template <class Step, class Grad>
-    static TM_INLINE void with_weight(const Step& step, const UpdateTask& task, const Grad* grad, int64_t begin,
-                                      int64_t numel) {
+    static TM_INLINE void with_master(const UpdateTask& task, const Grad* grad, int64_t begin, int64_t numel) {
         const float grad_scale = task.maximize ? -task.grad_scale : task.grad_scale;
         if (task.weight_dtype == BF16) {
-            update_split(step, grad_scale, static_cast<uint16_t*>(task.weight) + begin, task.residual + begin,
-                         task.exp_avg + begin, task.exp_avg_sq + begin, grad + begin, numel);
+            const SplitMaster master{static_cast<uint16_t*>(task.weight) + begin, task.residual + begin};
+            update(Step(task), grad_scale, master, task.exp_avg + begin, task.exp_avg_sq + begin, grad, numel);
         } else {
-            update_plain(step, grad_scale, static_cast<float*>(task.weight) + begin, task.exp_avg + begin,
-                         task.exp_avg_sq + begin, grad + begin, numel);
+            const PlainMaster master{static_cast<float*>(task.weight) + begin};
+            update(Step(task), grad_scale, master, task.exp_avg + begin, task.exp_avg_sq + begin, grad, numel);
         }
     }
 };

@@ -32,11 +32,7 @@ struct Split {
 
     static TM_INLINE void loop(const float* __restrict master, uint16_t* __restrict weight,
                                uint16_t* __restrict residual, int64_t numel) {
-        for (int64_t i = 0; i < numel; ++i) {
-            const float value = one_nan(master[i]);
-            weight[i] = split_weight(value);
-            residual[i] = split_residual(value);
-        }
+        for (int64_t i = 0; i < numel; ++i) split(one_nan(master[i]), weight[i], residual[i]);
     }
 };
 

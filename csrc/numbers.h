@@ -30,14 +30,19 @@ TM_INLINE float from_bits(uint32_t bits) {
 TM_INLINE float widen(uint16_t value) { return from_bits(uint32_t(value) << 16); }
 TM_INLINE float widen(float value) { return value; }
 
+TM_INLINE uint32_t is_nan(float value) { return value == value ? 0 : ~0u; }
+
 TM_INLINE float one_nan(float value) { return value == value ? value : from_bits(0x7fc00000); }
 
 TM_INLINE float join(uint16_t weight, uint16_t residual) {
-    return from_bits(((uint32_t(weight) - (residual >> 15)) << 16) + residual);
+    const uint16_t high = uint16_t(weight - (residual >> 15));
+    return from_bits((uint32_t(high) << 16) | residual);
 }
 
-// Both take a value that went through one_nan().
-TM_INLINE uint16_t split_weight(float master) { return uint16_t((to_bits(master) + 0x8000) >> 16); }
-TM_INLINE uint16_t split_residual(float master) { return uint16_t(to_bits(master)); }
+// Takes a value that went through one_nan().
+TM_INLINE void split(float master, uint16_t& weight, uint16_t& residual) {
+    residual = uint16_t(to_bits(master));
+    weight = uint16_t(uint16_t(to_bits(master) >> 16) + uint16_t(residual >> 15));
+}
 
 }  // namespace tiermem

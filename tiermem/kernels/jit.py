@@ -10,6 +10,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -151,9 +152,8 @@ def _adam(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any) -> N
     towards_grad = task.one_minus_beta1 - np.float32(1.0) if from_end else task.one_minus_beta1
     beta2 = task.beta2
     one_minus_beta2 = task.one_minus_beta2
-    step_size = task.step_size
-    bias_correction2_sqrt = task.bias_correction2_sqrt
-    eps = task.eps
+    step_size = task.step_size * task.bias_correction2_sqrt
+    eps = task.eps * task.bias_correction2_sqrt
     for i in range(params.size):
         p = params[i]
         g = grad[i]
@@ -163,7 +163,7 @@ def _adam(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any) -> N
         p = p * decay
         m = (g if from_end else m) + towards_grad * (g - m)
         v = v * beta2 + one_minus_beta2 * g * g
-        p = p - step_size * m / (np.sqrt(v) / bias_correction2_sqrt + eps)
+        p = p - step_size * m / (np.sqrt(v) + eps)
         params[i] = _one_nan(p)
         exp_avg[i] = _one_nan(m)
         exp_avg_sq[i] = _one_nan(v)
@@ -392,7 +392,7 @@ class NumbaKernels(Kernels):
         shares = max(1, min(threads, total, int(records["numel"].sum()) // NUMEL_PER_THREAD_MIN))
         bounds = [total * share // shares for share in range(shares + 1)]
         others: list[Future[None]] = []
-        for first, last in zip(bounds[:-2], bounds[1:-1], strict=True):
+        for first, last in pairwise(bounds[:-1]):
             others.append(self._threads().submit(self._in_default_environment, run, records, first, last))
         self._in_default_environment(run, records, bounds[-2], bounds[-1])
         for other in others:
