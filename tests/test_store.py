@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import gc
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,10 @@ def engine() -> Iterator[ThreadsEngine]:
 
 def noise(nbytes: int, seed: int = 0) -> bytearray:
     return bytearray(np.random.default_rng(seed).bytes(nbytes))
+
+
+def crc32(address: int, nbytes: int) -> int:
+    return zlib.crc32(ctypes.string_at(address, nbytes))
 
 
 async def content(source: Record | Version) -> bytes:
@@ -341,7 +347,7 @@ def test_a_truncated_file_is_an_error(tmp_path: Path, engine: ThreadsEngine) -> 
 def test_corrupted_bytes_are_found_when_verifying(tmp_path: Path, engine: ThreadsEngine, on: Any, nbytes: int) -> None:
     async def main() -> None:
         faulty = FaultyEngine(engine)
-        store = Store([tmp_path], faulty, verify=True)
+        store = Store([tmp_path], faulty, checksum=crc32)
         store.reserve("state", 100_000, 1)
         record = store.record("state", nbytes)
         pool = SlabPool(100_000, 1)
@@ -372,7 +378,7 @@ def test_everything_survives_a_bad_day(tmp_path: Path, engine: ThreadsEngine) ->
             Fault("read", short(513), nth=11, count=20),
             Fault("both", delay(0.003), count=None),
         )
-        store = Store([tmp_path], faulty, spare=2, verify=True)
+        store = Store([tmp_path], faulty, spare=2, checksum=crc32)
         store.reserve("state", 50_000, 12)
         records = [store.record("state", 50_000 - i) for i in range(12)]
         for turn in range(3):

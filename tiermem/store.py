@@ -23,13 +23,13 @@ import stat
 import time
 import warnings
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
-from tiermem.io.engine import DIRECT_ALIGNMENT, Engine, File, finish
+from tiermem.io.engine import DIRECT_ALIGNMENT, Engine, File, address_of, finish
 from tiermem.io.mounts import file_system
 
 __all__ = [
@@ -56,6 +56,9 @@ _PUNCH_HOLE = 0x3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
+Checksum: TypeAlias = Callable[[int, int], int]
+
+
 class NoFreeExtentError(RuntimeError):
     """Every extent of a kind is the current or a pinned version of some record, so nothing can be written."""
 
@@ -78,14 +81,15 @@ class Store:
     engine: moves the bytes. The store does not close it.
     spare: extents of each kind, on each mount, beyond what the records need: how many records can be swapped out at a
         time before one waits.
-    verify: keep a checksum (CRC-32) of every version in memory; a swap in that reads anything else raises `OSError`.
+    checksum: a function of (address, bytes), such as `Kernels.checksum`. With one, the sum of every version is kept in
+        memory, and a swap in that reads anything else raises `OSError`.
 
     Raises `OSError` when a directory is missing, not a directory, not writable or full, naming it. Warns when one is in
     memory (tmpfs).
     """
 
     def __init__(
-        self, directories: Sequence[Path | str], engine: Engine, *, spare: int = 4, verify: bool = False
+        self, directories: Sequence[Path | str], engine: Engine, *, spare: int = 4, checksum: Checksum | None = None
     ) -> None:
         if not directories:
             raise ValueError("the disk tier needs at least one directory")
@@ -93,7 +97,7 @@ class Store:
             raise ValueError(f"a store never overwrites, so it needs at least one spare extent, not {spare}")
         self.engine = engine
         self.spare = spare
-        self.verify = verify
+        self.checksum = checksum
         self._kinds: dict[str, _Kind] = {}
         self._owned = _Owned(os.getpid())
         self._finalizer = weakref.finalize(self, self._owned.remove)
@@ -292,19 +296,27 @@ class Version:
         part = self._place.part
         with part.mount.busy(target.nbytes, write=False):
             await self._record._store.engine.read(part.file, self.offset_bytes, target)
-        if self._checksum is not None and await _checksum(target[: self.nbytes]) != self._checksum:
+        if self._checksum is not None and await self._sum(target) != self._checksum:
             what = f"checksum mismatch, reading {self.nbytes} bytes at offset {self.offset_bytes}: not what was written"
             raise OSError(errno.EIO, what, str(self.path))
 
     async def _write(self, source: memoryview) -> None:
         part = self._place.part
-        checksum = asyncio.ensure_future(_checksum(source[: self.nbytes])) if self._record._store.verify else None
+        checksum = asyncio.ensure_future(self._sum(source)) if self._record._store.checksum is not None else None
         try:
             with part.mount.busy(source.nbytes, write=True):
                 await self._record._store.engine.write(part.file, self.offset_bytes, source)
         finally:
             if checksum is not None:
                 self._checksum = await finish(checksum)
+
+    async def _sum(self, memory: memoryview) -> int:
+        function = self._record._store.checksum
+        if function is None:
+            raise AssertionError("a checksum without a function")
+        # `memory` stays alive here while another thread reads it.
+        job = asyncio.get_running_loop().run_in_executor(None, function, address_of(memory), self.nbytes)
+        return await finish(job)
 
     def unpin(self) -> None:
         """Undo one `pin`. The extent is free when nothing else holds it."""
@@ -749,10 +761,6 @@ def _remove_if_abandoned(directory: Path) -> None:
     with contextlib.suppress(OSError):
         if time.time() - directory.stat().st_mtime > 60:
             directory.rmdir()
-
-
-async def _checksum(memory: memoryview) -> int:
-    return await finish(asyncio.get_running_loop().run_in_executor(None, zlib.crc32, memory))
 
 
 def _round_up(nbytes: int) -> int:

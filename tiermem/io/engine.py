@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 
-__all__ = ["DIRECT_ALIGNMENT", "PIECE_BYTES", "TRANSFER_BYTES_MAX", "Engine", "File", "finish"]
+__all__ = ["DIRECT_ALIGNMENT", "PIECE_BYTES", "TRANSFER_BYTES_MAX", "Engine", "File", "address_of", "finish"]
 
 DIRECT_ALIGNMENT = 4096
 """Address, offset and length of direct I/O are multiples of this: enough for every usual device."""
@@ -145,6 +145,11 @@ class Gate:
         self.free += 1
 
 
+def address_of(memory: memoryview) -> int:
+    """Where a contiguous buffer starts."""
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+
+
 async def finish(future: asyncio.Future[T]) -> T:
     """The future's result; a cancellation meanwhile is raised only when the future is done.
 
@@ -224,8 +229,7 @@ class Engine(ABC):
             raise ValueError(f"negative offset {offset_bytes} in {file.path}")
         if not memory.nbytes:
             return
-        address = int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
-        pieces = list(_cut(offset_bytes, memory, address, self.piece_bytes))
+        pieces = list(_cut(offset_bytes, memory, address_of(memory), self.piece_bytes))
         file.enter()
         try:
             if len(pieces) == 1:
