@@ -21,7 +21,8 @@ import numpy.typing as npt
 PIECE_BYTES = 16 * 1024
 STDLIB = "stdlib"  # the name that stands for the Python standard library's sources
 
-_SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
+_SKIPPED_DIRECTORIES = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
+_SKIPPED_IN_STDLIB = _SKIPPED_DIRECTORIES | {"test", "tests"}  # some systems do not install them
 
 Tokenize = Callable[[str], Sequence[int]]
 
@@ -59,12 +60,12 @@ def find_text(sources: Iterable[str | Path], glob: str = "*") -> list[TextFile]:
     named = [str(source) for source in sources]
     for source in named:
         if source == STDLIB:
-            root, pattern = Path(sysconfig.get_paths()["stdlib"]), "*.py"
+            root, pattern, skipped = Path(sysconfig.get_paths()["stdlib"]), "*.py", _SKIPPED_IN_STDLIB
         else:
-            root, pattern = Path(source).expanduser(), glob
+            root, pattern, skipped = Path(source).expanduser(), glob, _SKIPPED_DIRECTORIES
         if not root.exists():
             raise FileNotFoundError(f"no text at {root.absolute()}: no such file or directory")
-        for path in _walk(root, pattern):
+        for path in _walk(root, pattern, skipped):
             size_bytes = path.stat().st_size
             if size_bytes and _looks_like_text(path):
                 found.setdefault(path, TextFile(path, size_bytes))
@@ -179,12 +180,12 @@ def epochs(count: int, seed: int) -> Iterator[int]:
         epoch += 1
 
 
-def _walk(root: Path, pattern: str) -> Iterator[Path]:
+def _walk(root: Path, pattern: str, skipped: frozenset[str]) -> Iterator[Path]:
     if root.is_file():
         yield root
         return
     for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = sorted(d for d in subdirectories if not d.startswith(".") and d not in _SKIPPED_DIRECTORIES)
+        subdirectories[:] = sorted(d for d in subdirectories if not d.startswith(".") and d not in skipped)
         for name in sorted(names):
             path = Path(directory, name)
             if not name.startswith(".") and path.match(pattern) and path.is_file() and os.access(path, os.R_OK):

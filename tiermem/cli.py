@@ -1,0 +1,137 @@
+"""The command ``tiermem``. Each subcommand imports what it needs, so that ``--help`` need not wait for torch."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+app = typer.Typer(
+    help="Train PyTorch models larger than GPU and machine memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Home(enum.StrEnum):
+    auto = "auto"
+    device = "device"
+    host = "host"
+    disk = "disk"
+
+
+class StatesHome(enum.StrEnum):
+    auto = "auto"
+    host = "host"
+    disk = "disk"
+
+
+class Dtype(enum.StrEnum):
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+@app.callback()
+def _command() -> None:
+    pass
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Option(help="A model directory (config.json and safetensors), or 'smollm2'.")],
+    data: Annotated[
+        list[str], typer.Option(help="Text: a file, a directory, or 'stdlib' (Python's own sources). May be repeated.")
+    ],
+    glob: Annotated[str, typer.Option(help="Which files of a directory are text to train on.")] = "*",
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward and backward.")] = 1,
+    grad_accum: Annotated[int, typer.Option(min=1, help="Forwards and backwards per step.")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-5,
+    weight_decay: Annotated[float, typer.Option(help="Decoupled weight decay.")] = 0.01,
+    warmup: Annotated[int | None, typer.Option(help="Steps of linear warm-up. [default: a tenth of --steps]")] = None,
+    clip: Annotated[float, typer.Option(help="Largest gradient norm; 0: no clipping.")] = 1.0,
+    eval_batches: Annotated[int, typer.Option(min=1, help="Held-out batches, before and after training.")] = 8,
+    seed: Annotated[int, typer.Option(help="Draws the held-out files and the order of the text.")] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: the model's own.")] = Dtype.auto,
+    recompute: Annotated[bool, typer.Option(help="Recompute activations in backward instead of keeping them.")] = True,
+    device: Annotated[
+        str | None, typer.Option(help="Where to compute. [default: the accelerator, else the CPU]")
+    ] = None,
+    device_memory: Annotated[str | None, typer.Option(help="Budget, like 20GiB. [default: what is free]")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Budget, like 64GiB. [default: what is free]")] = None,
+    disk: Annotated[
+        list[Path] | None, typer.Option(help="Directory on an NVMe mount. May be repeated. [default: no disk]")
+    ] = None,
+    disk_size: Annotated[str | None, typer.Option(help="Budget, like 500GiB. [default: what is free]")] = None,
+    weights: Annotated[Home, typer.Option(help="Where weights rest.")] = Home.auto,
+    states: Annotated[StatesHome, typer.Option(help="Where optimizer states rest.")] = StatesHome.auto,
+    save: Annotated[Path | None, typer.Option(help="Write the trained model here, for from_pretrained.")] = None,
+) -> None:
+    """Fine-tune a causal language model on text, with weights and optimizer states where they fit."""
+    console = Console()
+    _require("transformers", "tiermem[hf]")
+    try:
+        import torch
+
+        import tiermem
+        from tiermem.train import TrainOptions, run
+
+        options = TrainOptions(
+            model=model,
+            data=tuple(data),
+            glob=glob,
+            sequence_length=seq_len,
+            batch_size=batch_size,
+            steps=steps,
+            lr=lr,
+            weight_decay=weight_decay,
+            warmup_steps=warmup,
+            clip=clip,
+            grad_accum=grad_accum,
+            eval_batches=eval_batches,
+            seed=seed,
+            dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
+            recompute=recompute,
+            device=device,
+            memory=tiermem.Memory(device=device_memory, host=host_memory, disk=disk or None, disk_size=disk_size),
+            policy=tiermem.Policy(weights=weights.value, states=states.value),
+            save=save,
+        )
+        run(options, console)
+    except (ValueError, OSError, RuntimeError) as error:
+        _fail(error)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command and exit with its status; 130 after Ctrl-C."""
+    try:
+        app(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _fail(error: BaseException) -> NoReturn:
+    """One line for what the user can mend; the traceback stays with ``python -X dev``."""
+    if sys.flags.dev_mode:
+        raise error
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]tiermem:[/] {error}", highlight=False)
+    raise typer.Exit(1)
+
+
+def _require(module: str, extra: str) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec(module) is None:
+        _fail(RuntimeError(f"this command needs {module}: pip install '{extra}'"))
