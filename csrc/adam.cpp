@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "abi.h"
 #include "numbers.h"
@@ -44,6 +45,20 @@ struct Adam {
 
     float decay, weight_decay, towards_grad, beta2, one_minus_beta2, step_size, eps;
 };
+
+// The loop goes row by row and asks for rows to come: the hardware alone follows ten streams less well. At 512 elements
+// ahead that gained 12 % with AVX2 and 4 % with AVX-512; 256 ahead gained less, longer rows lose it again. Addresses past the
+// end do no harm: a prefetch never faults.
+constexpr int64_t row_numel = 64;
+constexpr int64_t prefetch_numel = 512;
+
+template <class Value>
+TM_INLINE void prefetch_row(Value* row) {
+    constexpr int64_t line_numel = 64 / sizeof(Value);
+    for (int64_t i = 0; i < row_numel; i += line_numel) {
+        __builtin_prefetch(row + prefetch_numel + i, !std::is_const_v<Value>);
+    }
+}
 
 // Where the parameters of a task are: masters in two halves, or plain fp32.
 struct SplitMaster {
