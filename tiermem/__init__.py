@@ -1,0 +1,26 @@
+"""tiermem trains models larger than the GPU's memory, and larger than the machine's memory, on one GPU or a few.
+
+model = tiermem.offload(model, memory=tiermem.Memory(device="20GiB", host="64GiB", disk="/mnt/nvme"))
+optimizer = tiermem.AdamW(model.parameters(), lr=3e-4)
+"""
+
+from tiermem.memory import Memory
+from tiermem.offload import close, gather, offload, report, synchronize
+from tiermem.optim import Adam, AdamW
+from tiermem.policy import Policy, Tier
+from tiermem.report import BlockReport, Report
+
+__all__ = [
+    "Adam",
+    "AdamW",
+    "BlockReport",
+    "Memory",
+    "Policy",
+    "Report",
+    "Tier",
+    "close",
+    "gather",
+    "offload",
+    "report",
+    "synchronize",
+]

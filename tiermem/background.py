@@ -1,0 +1,73 @@
+"""The one background thread: an asyncio event loop in which the pipelines run.
+
+What runs there must not block: I/O is awaited, kernels and waits for device events go to ``call``, a small thread pool in which they
+run without the GIL. Every job has its own future; whoever waits on it gets its exception. Nothing is drained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Background:
+    """Owns the loop's thread and the kernel thread. ``close()`` ends both; it is safe to call twice."""
+
+    def __init__(self, name: str, *, on_thread_start: Callable[[], None] | None = None) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._kernel = ThreadPoolExecutor(1, f"{name}-kernel", initializer=on_thread_start)
+        self._waits = ThreadPoolExecutor(2, f"{name}-wait", initializer=on_thread_start)
+        self._started = on_thread_start
+        self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
+        self._thread.start()
+        self.closed = False
+
+    def _run(self) -> None:
+        if self._started is not None:
+            self._started()
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def submit(self, job: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start ``job`` on the loop, from any other thread."""
+        if self.closed:
+            job.close()
+            raise RuntimeError("this model's runtime was closed")
+        return asyncio.run_coroutine_threadsafe(job, self.loop)
+
+    def run(self, job: Coroutine[Any, Any, T]) -> T:
+        """Run ``job`` on the loop and wait for it, from any other thread."""
+        if threading.current_thread() is self._thread:
+            raise AssertionError("run() would wait for its own thread")
+        return self.submit(job).result()
+
+    async def kernel(self, work: Callable[..., T], *args: Any) -> T:
+        """Await ``work`` in the kernel thread: one at a time, as each uses all the threads it is given."""
+        return await self.loop.run_in_executor(self._kernel, work, *args)
+
+    async def wait(self, work: Callable[..., T], *args: Any) -> T:
+        """Await something that blocks without computing (a device event)."""
+        return await self.loop.run_in_executor(self._waits, work, *args)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self._kernel.shutdown(wait=True)
+        self._waits.shutdown(wait=True)
+        self.loop.close()
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,285 @@
+"""Streams, events and copies: the only place that knows an accelerator.
+
+A device has one compute stream (torch's current one), one stream for copies in and one for copies out. An event marks a point of a
+stream; a copy may be told to start after one, the compute stream may be held until one, and the host may wait for one.
+
+``CpuDevice``        device memory is host memory: copies happen at once, events are always done.
+``CudaDevice``       CUDA streams and events; host memory is page-locked with cudaHostRegister.
+``SimulatedDevice``  the discipline of an accelerator without one: "device memory" is memory of its own, copies run late, in threads,
+                     into buffers that hold poison until then. The same runtime code that drives CUDA is tested for missing waits.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from tiermem.memory import Region, free_host_bytes
+
+POISON_BYTE = 0xFF
+"""Every floating-point dtype reads this as NaN."""
+
+
+class Event(Protocol):
+    def synchronize(self) -> None:
+        """Return when the marked point has been reached. Raises what the work before it raised."""
+
+
+class _Done:
+    def synchronize(self) -> None:
+        pass
+
+
+DONE: Event = _Done()
+
+
+class Device(ABC):
+    """What the runtime asks of an accelerator."""
+
+    torch_device: torch.device
+    unified: bool
+    """Device memory is host memory: a plane in HOST can be computed on where it lies."""
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Device memory as a uint8 tensor (nbytes,) with a storage of its own, page-aligned where it is host memory."""
+
+    @abstractmethod
+    def free_bytes(self) -> int: ...
+
+    @abstractmethod
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+        """Start a copy host to device, not before ``after``. Both must stay alive and unchanged until the event is done."""
+
+    @abstractmethod
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+        """Start a copy device to host, not before ``after``."""
+
+    @abstractmethod
+    def mark(self) -> Event:
+        """The point which the compute stream has been given work up to."""
+
+    @abstractmethod
+    def hold(self, event: Event) -> None:
+        """The compute stream starts nothing new before ``event``."""
+
+    def pin(self, address: int, nbytes: int) -> Callable[[], None]:
+        """Page-lock host memory; returns what undoes it."""
+        return _nothing
+
+    def enter_thread(self) -> None:
+        """Called first in every background thread."""
+
+    def close(self) -> None:
+        """End what the device owns."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class CpuDevice(Device):
+    unified = True
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return Region(nbytes).carve(nbytes)
+
+    def free_bytes(self) -> int:
+        return free_host_bytes()
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+        target.copy_(source)
+        return DONE
+
+    copy_out = copy_in
+
+    def mark(self) -> Event:
+        return DONE
+
+    def hold(self, event: Event) -> None:
+        event.synchronize()
+
+
+class CudaDevice(Device):
+    unified = False
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.torch_device = torch.device("cuda", index)
+        self._in = torch.cuda.Stream(self.torch_device)
+        self._out = torch.cuda.Stream(self.torch_device)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        reserved = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return int(free) + int(reserved)
+
+    def _copy(
+        self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Event | None
+    ) -> Event:
+        with torch.cuda.stream(stream):
+            if after is not None and after is not DONE:
+                stream.wait_event(after)  # type: ignore[arg-type]
+            # The buffers are the runtime's own and outlive the copy: no record_stream, no caching-allocator reuse to fear.
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event  # type: ignore[no-any-return]
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+        return self._copy(self._in, target, source, after)
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+        return self._copy(self._out, target, source, after)
+
+    def mark(self) -> Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event  # type: ignore[no-any-return]
+
+    def hold(self, event: Event) -> None:
+        if event is not DONE:
+            torch.cuda.current_stream(self.torch_device).wait_event(event)  # type: ignore[arg-type]
+
+    def pin(self, address: int, nbytes: int) -> Callable[[], None]:
+        runtime = torch.cuda.cudart()
+        # Portable (1): valid in every CUDA context of the process.
+        status = int(runtime.cudaHostRegister(address, nbytes, 1))
+        if status != 0:
+            raise RuntimeError(
+                f"cudaHostRegister of {nbytes} bytes failed with CUDA error {status}: lower Memory(host=...) or raise the memlock limit"
+            )
+
+        def unpin() -> None:
+            runtime.cudaHostUnregister(address)
+
+        return unpin
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.torch_device)
+
+
+class _SimulatedEvent:
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._reached.set()
+
+    def synchronize(self) -> None:
+        self._reached.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class _SimulatedStream:
+    """A thread that runs its work in order, each piece after a random delay."""
+
+    def __init__(self, name: str, seed: int, delay_max_s: float) -> None:
+        self._random = random.Random(seed)
+        self._delay_max_s = delay_max_s
+        self._work: queue.SimpleQueue[tuple[Callable[[], object], Event | None, _SimulatedEvent] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], object], after: Event | None) -> Event:
+        event = _SimulatedEvent()
+        self._work.put((work, after, event))
+        return event
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            work, after, event = item
+            try:
+                if after is not None:
+                    after.synchronize()
+                if self._delay_max_s:
+                    time.sleep(self._random.random() * self._delay_max_s)
+                work()
+            except BaseException as error:
+                event.finish(error)
+            else:
+                event.finish()
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+
+class SimulatedDevice(Device):
+    """An accelerator played by the CPU. Compute is the calling thread, so ``mark`` is done at once and ``hold`` waits.
+
+    seed, delay_max_s: of the random delay before each copy.
+    """
+
+    unified = False
+
+    def __init__(self, *, seed: int = 0, delay_max_s: float = 0.002) -> None:
+        self.torch_device = torch.device("cpu")
+        self._in = _SimulatedStream("tiermem-simulated-in", seed, delay_max_s)
+        self._out = _SimulatedStream("tiermem-simulated-out", seed + 1, delay_max_s)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        memory = Region(nbytes).carve(nbytes)
+        memory.fill_(POISON_BYTE)
+        return memory
+
+    def free_bytes(self) -> int:
+        return free_host_bytes()
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+        if after is None or after is DONE:
+            target.fill_(POISON_BYTE)
+        return self._in.put(lambda: target.copy_(source), after)
+
+    def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+        if after is None or after is DONE:
+            target.fill_(POISON_BYTE)
+        return self._out.put(lambda: target.copy_(source), after)
+
+    def mark(self) -> Event:
+        return DONE
+
+    def hold(self, event: Event) -> None:
+        event.synchronize()
+
+    def close(self) -> None:
+        self._in.close()
+        self._out.close()
+
+
+def select_device(device: torch.device | str | Device | None) -> Device:
+    """The device to compute on: as named, else the current accelerator, else the CPU.
+
+    Errors: ``ValueError`` for a kind of device that tiermem does not drive.
+    """
+    if isinstance(device, Device):
+        return device
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = accelerator or torch.device("cpu")
+    device = torch.device(device)
+    if device.type == "cpu":
+        return CpuDevice()
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"offload(device={str(device)!r}): torch sees no CUDA device; use device='cpu'")
+        return CudaDevice(device)
+    raise ValueError(f"offload(device={str(device)!r}): tiermem computes on 'cuda' or 'cpu'")

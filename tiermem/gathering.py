@@ -1,0 +1,262 @@
+"""Gather and release: when a block's weights are usable on the device.
+
+A block in place (home DEVICE, or HOST on a unified device) is gathered by pointing its parameters at the plane. Any other is loaded into a
+slot: by a copy from its HOST plane, or by swap-ins from DISK. Loads start early, in the order that the schedule expects, into slots
+that nobody needs sooner. A load waits for its own block's update, and for no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future
+
+import torch
+
+from tiermem.background import Background
+from tiermem.device import DONE, Device
+from tiermem.planes import Block
+from tiermem.policy import Tier
+from tiermem.report import Counters
+from tiermem.schedule import Schedule
+from tiermem.slab import SlabPool
+from tiermem.slots import Slot, SlotPool
+
+
+class Gathering:
+    """Moves blocks between their homes and the device's slots."""
+
+    def __init__(
+        self,
+        device: Device,
+        background: Background,
+        blocks: list[Block],
+        slots: SlotPool,
+        staging: SlabPool | None,
+        counters: Counters,
+    ) -> None:
+        self._device = device
+        self._background = background
+        self._blocks = blocks
+        self.slots = slots
+        self._staging = staging
+        self._counters = counters
+        self._clock = 0
+        self.training = Schedule()
+        self.inference = Schedule()
+        self._schedule = self.training
+        self._soft: list[Block] = []  # gathered without a hold, to be released at the end of forward or backward
+
+    def begin(self, *, training: bool) -> None:
+        """An outermost forward, or a backward, begins. A forward without gradients is a round of its own, with its own schedule."""
+        self._schedule = self.training if training else self.inference
+
+    def gather(self, block: Block, *, hold: bool) -> None:
+        """Make the block's weights usable. With ``hold`` they stay so until ``release``; without, until their slot is wanted."""
+        if not block.gathered:
+            self._schedule.note(block.index)
+            if block.device_plane is not None:
+                self._gather_in_place(block)
+            else:
+                self._gather_in_slot(block)
+                self.prefetch()
+            if not hold and not block.resident:
+                self._soft.append(block)
+        if hold:
+            block.holds += 1
+
+    def release(self, block: Block, *, keep: bool) -> None:
+        """End one hold; after the last the parameters are placeholders, unless ``keep``: backward goes on needing them."""
+        if block.holds <= 0:
+            raise AssertionError(f"block {block.name} released without a hold")
+        block.holds -= 1
+        if block.holds:
+            return
+        if keep:
+            self._soft.append(block)
+        elif not block.resident:
+            self._unpoint(block)
+
+    def release_soft(self) -> None:
+        """Forward or backward has ended: nothing is gathered but what is held or at rest on the device."""
+        for block in self._soft:
+            if block.gathered and not block.holds and not block.resident:
+                self._unpoint(block)
+        self._soft.clear()
+        if self._schedule is self.inference:
+            self.inference.end_round()
+
+    def release_finished(self, block: Block) -> None:
+        """Backward has all it needs from ``block``."""
+        if block.gathered and not block.holds and not block.resident:
+            self._unpoint(block)
+
+    def invalidate(self, block: Block) -> None:
+        """The block's weights are about to change: no slot may go on showing the old ones."""
+        if block.gathered:
+            self._unpoint(block)
+        if block.slot is not None:
+            self._settle_load(block.slot)
+            self._empty(block.slot)
+
+    def settle(self, block: Block) -> None:
+        """Return when the block's update and load have ended."""
+        block.wait_update()
+        if block.slot is not None and block.slot.load is not None:
+            self._timed_wait(block.slot.load)
+
+    def plane_for_unpack(self, block: Block) -> torch.Tensor:
+        """The gathered block's weight plane on the device (uint8)."""
+        if block.device_plane is not None:
+            return block.device_plane
+        if block.slot is None:
+            raise AssertionError(f"block {block.name} is not gathered")
+        return block.slot.buffer
+
+    def _unpoint(self, block: Block) -> None:
+        block.unpoint()
+        if block.slot is not None:
+            block.slot.free_after = self._device.mark()
+
+    def _gather_in_place(self, block: Block) -> None:
+        if block.update is not None:
+            self._timed_wait(block.update)
+            block.update = None
+        if block.uploaded is not None:
+            self._device.hold(block.uploaded)
+            block.uploaded = None
+        block.point(block.resting_views())
+
+    def _gather_in_slot(self, block: Block) -> None:
+        slot = block.slot
+        if slot is None:
+            slot = self._take(block)
+            self._start_load(block, slot)
+        self._clock += 1
+        slot.taken = self._clock
+        if slot.load is not None:
+            try:
+                self._timed_wait(slot.load)
+            except BaseException:
+                self._empty(slot)
+                raise
+            slot.load = None
+            block.update = None  # the load waited for it
+        self._device.hold(slot.loaded)
+        block.point(slot.views(block))
+
+    def _timed_wait(self, future: Future[None]) -> None:
+        if future.done():
+            future.result()
+            return
+        start = time.perf_counter()
+        try:
+            future.result()
+        finally:
+            self._counters.waited("gather", time.perf_counter() - start)
+
+    def _take(self, block: Block) -> Slot:
+        pool = self.slots
+        slot = pool.idle()
+        if slot is None:
+            slot = self._farthest(pool.released())
+        if slot is None and (unheld := pool.unheld()):
+            slot = unheld[0]
+            assert slot.block is not None
+            self._unpoint(slot.block)
+        if slot is None and (loading := pool.loading()):
+            slot = loading[-1]
+            self._settle_load(slot)
+        if slot is None:
+            raise pool.exhausted(block.name)
+        self._empty(slot)
+        return slot
+
+    def _farthest(self, slots: list[Slot]) -> Slot | None:
+        schedule = self._schedule
+        return max(slots, key=lambda slot: schedule.distance(slot.block.index) if slot.block else -1, default=None)
+
+    def _settle_load(self, slot: Slot) -> None:
+        """Wait out a load that nobody will use; its error will come again when somebody does."""
+        if slot.load is not None:
+            slot.load.exception()
+            slot.load = None
+
+    def _empty(self, slot: Slot) -> None:
+        if slot.block is not None:
+            slot.block.slot = None
+        slot.block = None
+        slot.load = None
+
+    def prefetch(self) -> None:
+        """Start loads of what is needed next, into slots that hold nothing or something needed later."""
+        schedule = self._schedule
+        for index in schedule.upcoming(len(self.slots.slots)):
+            block = self._blocks[index]
+            if block.device_plane is not None or block.slot is not None:
+                continue
+            slot = self.slots.idle()
+            if slot is None:
+                slot = self._farthest(self.slots.released())
+                if (
+                    slot is None
+                    or slot.block is None
+                    or schedule.distance(slot.block.index) <= schedule.distance(index)
+                ):
+                    return
+            self._empty(slot)
+            self._clock += 1
+            slot.taken = self._clock
+            self._start_load(block, slot)
+
+    def _start_load(self, block: Block, slot: Slot) -> None:
+        slot.block, block.slot = block, slot
+        if block.plane is not None and (block.update is None or block.update.done()):
+            block.wait_update()
+            slot.load = None
+            self._copy_in(block, slot)
+        else:
+            slot.load = self._background.submit(self._load(block, slot))
+
+    def _copy_in(self, block: Block, slot: Slot) -> None:
+        assert block.plane is not None
+        nbytes = block.layout.weight_bytes
+        slot.loaded = self._device.copy_in(slot.buffer[:nbytes], block.plane, slot.free_after)
+        self._counters.bytes_copied_in += nbytes
+
+    async def _load(self, block: Block, slot: Slot) -> None:
+        if block.update is not None:
+            await asyncio.wrap_future(block.update)
+        if block.plane is not None:
+            self._copy_in(block, slot)
+            return
+        swaps = [self._swap_in(block, slot, index) for index in range(len(block.chunks))]
+        for outcome in await asyncio.gather(
+            *swaps, return_exceptions=True
+        ):  # all have ended: nothing writes to the slot any more
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _swap_in(self, block: Block, slot: Slot, index: int) -> None:
+        chunk = block.chunks[index]
+        record, layout = chunk.weight, chunk.layout
+        assert record is not None
+        target = slot.buffer[layout.weight_offset : layout.weight_offset + layout.weight_bytes]
+        if self._device.unified:
+            if record.valid:
+                await record.swap_in(memoryview(target.numpy()))
+            else:
+                target.zero_()
+            slot.loaded = DONE
+            return
+        assert self._staging is not None
+        async with self._staging.loan() as slab:
+            source = slab.view[: layout.weight_bytes]
+            if record.valid:
+                await record.swap_in(source)
+            else:
+                source[:] = bytes(layout.weight_bytes)
+            event = self._device.copy_in(target, torch.frombuffer(source, dtype=torch.uint8), slot.free_after)
+            self._counters.bytes_copied_in += layout.weight_bytes
+            await self._background.wait(event.synchronize)
+        slot.loaded = DONE

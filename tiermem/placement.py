@@ -1,0 +1,228 @@
+"""Deciding where everything rests, before anything moves: homes for every block, sizes of slots, slabs and chunks, within the budgets.
+
+Order of preference for scarce HOST memory, by traffic saved per byte and step: weights (three bytes moved per byte), then gradients and states (two).
+Every decision is a function of sizes and budgets alone, so it can be made for a model that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiermem.layout import PAGE_BYTES, BlockLayout, ParameterSpec, lay_out, round_up
+from tiermem.memory import Budget, format_bytes
+from tiermem.policy import CHUNK_ALIGNMENT, Policy, Tier
+
+CHUNK_NUMEL_MAX = 1 << 20
+STAGING_SLABS = 4
+SLOTS_DEFAULT_MAX = 4
+GRADIENT_SLOTS = 2
+
+
+@dataclass
+class BlockPlan:
+    """One block's sizes (bytes) and homes."""
+
+    name: str
+    layout: BlockLayout
+    resident: bool
+    home: Tier = Tier.HOST
+    states_home: Tier | None = None
+    gradients_home: Tier | None = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.layout.gradient_plane(wide=False).nbytes
+
+    @property
+    def trainable(self) -> bool:
+        return any(section.trainable for section in self.layout.sections)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where everything rests, and the buffers between."""
+
+    blocks: list[BlockPlan]
+    chunk_numel: int
+    slab_bytes: int
+    slab_count: int  # 0: nothing is staged
+    slot_bytes: int
+    slot_count: int
+    gradient_slot_bytes: int
+    gradient_slot_count: int
+
+
+def slab_bytes_for(chunk_numel: int) -> int:
+    """Room for a chunk's states, weights and widest gradients at once: 16 bytes per element."""
+    return 16 * chunk_numel + 4 * PAGE_BYTES
+
+
+def choose_chunk_numel(policy: Policy, blocks: Sequence[Sequence[ParameterSpec]], host_limit_bytes: int) -> int:
+    """As asked; else the largest power of two whose staging slabs take at most a quarter of the host budget, and no
+    larger than the largest section could fill."""
+    if policy.chunk_numel is not None:
+        return policy.chunk_numel
+    largest = max((sum(spec.numel for spec in block) for block in blocks), default=1)
+    chunk = CHUNK_NUMEL_MAX
+    while chunk > CHUNK_ALIGNMENT and (
+        STAGING_SLABS * slab_bytes_for(chunk) > host_limit_bytes // 4 or chunk // 2 >= largest
+    ):
+        chunk //= 2
+    return chunk
+
+
+def place(
+    names: Sequence[str],
+    specs: Sequence[Sequence[ParameterSpec]],
+    residents: Sequence[bool],
+    nesting: int,
+    *,
+    policy: Policy,
+    unified: bool,
+    has_disk: bool,
+    device: Budget,
+    host: Budget,
+) -> Placement:
+    """Choose homes and take their bytes from the budgets.
+
+    nesting: blocks that a forward may need gathered at the same time.
+    Errors: ``ValueError`` naming what does not fit, the bytes needed and present, and the remedy.
+    """
+    chunk_numel = choose_chunk_numel(policy, specs, host.limit_bytes)
+    plans = [
+        BlockPlan(name, lay_out(block, chunk_numel), resident)
+        for name, block, resident in zip(names, specs, residents, strict=True)
+    ]
+    slab_bytes = slab_bytes_for(chunk_numel)
+    staged = has_disk or not unified
+    slab_count = 0
+    if staged:
+        slab_count = min(STAGING_SLABS, max(1, host.limit_bytes // 2 // slab_bytes))
+        host.take(slab_count * slab_bytes, f"staging of {slab_count} chunks of {chunk_numel} elements")
+    _choose_weights(plans, policy, unified, has_disk, device, host, nesting)
+    _choose_gradients(plans, has_disk, host)
+    _choose_states(plans, policy, has_disk, host)
+    slot_bytes, slot_count = _choose_slots(plans, nesting, unified, device)
+    gradient_bytes, gradient_count = _choose_gradient_slots(plans, unified, device)
+    if slot_count and slot_bytes:
+        slot_count = _grow_slots(plans, slot_bytes, slot_count, unified, device)
+    return Placement(plans, chunk_numel, slab_bytes, slab_count, slot_bytes, slot_count, gradient_bytes, gradient_count)
+
+
+def _in_slots(plan: BlockPlan, unified: bool) -> bool:
+    """The block is gathered into a slot: its home is not where the device computes."""
+    return plan.home is Tier.DISK or (plan.home is Tier.HOST and not unified)
+
+
+def _choose_weights(
+    plans: list[BlockPlan], policy: Policy, unified: bool, has_disk: bool, device: Budget, host: Budget, nesting: int
+) -> None:
+    def to_host(plan: BlockPlan, what: str) -> None:
+        host.take(plan.layout.weight_bytes, f"{what} of block {plan.name}")
+
+    for plan in plans:
+        if plan.resident:
+            plan.home = Tier.DEVICE
+            device.take(plan.layout.weight_bytes, f"resident weights of block {plan.name}")
+            if not unified:
+                to_host(plan, "host copy of the resident weights")
+    movable = [plan for plan in plans if not plan.resident]
+    largest = max((plan.layout.weight_bytes for plan in movable), default=0)
+    gradients = max((plan.gradient_bytes for plan in movable), default=0)
+    # What slots and gradient slots will need if any block is not at home on the device.
+    reserve = 0 if unified else (nesting + 1) * largest + GRADIENT_SLOTS * gradients
+    if policy.weights == "auto":
+        on_device = not unified
+        for plan in movable:
+            nbytes = plan.layout.weight_bytes
+            remaining = sum(later.layout.weight_bytes for later in movable[movable.index(plan) :])
+            fits_all = remaining + GRADIENT_SLOTS * gradients <= device.free_bytes
+            if on_device and nbytes <= host.free_bytes and (fits_all or nbytes + reserve <= device.free_bytes):
+                plan.home = Tier.DEVICE
+                device.take(nbytes, f"weights of block {plan.name}")
+                to_host(plan, "host copy of the weights")
+                continue
+            on_device = False
+            plan.home = Tier.HOST if nbytes <= host.free_bytes or not has_disk else Tier.DISK
+            if plan.home is Tier.HOST:
+                to_host(plan, "weights")
+        return
+    for plan in movable:
+        assert isinstance(policy.weights, Tier)
+        plan.home = policy.weights
+        if plan.home is Tier.DEVICE:
+            device.take(plan.layout.weight_bytes, f"weights of block {plan.name}")
+            if not unified:
+                to_host(plan, "host copy of the weights")
+        elif plan.home is Tier.HOST:
+            to_host(plan, "weights")
+        elif not has_disk:
+            raise ValueError("Policy(weights='disk') needs a directory: Memory(disk=...)")
+
+
+def _choose_gradients(plans: list[BlockPlan], has_disk: bool, host: Budget) -> None:
+    for plan in plans:
+        if plan.trainable:
+            fits = plan.gradient_bytes <= host.free_bytes
+            plan.gradients_home = Tier.HOST if fits or not has_disk else Tier.DISK
+            if plan.gradients_home is Tier.HOST:
+                host.take(plan.gradient_bytes, f"gradients of block {plan.name}")
+
+
+def _choose_states(plans: list[BlockPlan], policy: Policy, has_disk: bool, host: Budget) -> None:
+    if policy.states is Tier.DISK and not has_disk:
+        raise ValueError("Policy(states='disk') needs a directory: Memory(disk=...)")
+    for plan in plans:
+        if plan.trainable:
+            if policy.states == "auto":
+                fits = plan.layout.state_bytes <= host.free_bytes
+                plan.states_home = Tier.HOST if fits or not has_disk else Tier.DISK
+            else:
+                assert isinstance(policy.states, Tier)
+                plan.states_home = policy.states
+            if plan.states_home is Tier.HOST:
+                host.take(plan.layout.state_bytes, f"optimizer states of block {plan.name}")
+
+
+def _choose_slots(plans: list[BlockPlan], nesting: int, unified: bool, device: Budget) -> tuple[int, int]:
+    gathered = [plan for plan in plans if _in_slots(plan, unified)]
+    if not gathered:
+        return 0, 0
+    largest = max(gathered, key=lambda plan: plan.layout.weight_bytes)
+    count = min(nesting, len(gathered))
+    nbytes = largest.layout.weight_bytes
+    device.take(
+        count * nbytes,
+        f"{count} weight slot{'s' if count > 1 else ''} for the largest block, {largest.name} ({format_bytes(nbytes)}),",
+    )
+    return nbytes, count
+
+
+def _choose_gradient_slots(plans: list[BlockPlan], unified: bool, device: Budget) -> tuple[int, int]:
+    staged = [plan for plan in plans if plan.trainable and (not unified or plan.gradients_home is Tier.DISK)]
+    if not staged:
+        return 0, 0
+    largest = max(staged, key=lambda plan: plan.gradient_bytes)
+    nbytes = largest.gradient_bytes
+    count = GRADIENT_SLOTS if GRADIENT_SLOTS * nbytes <= device.free_bytes else 1
+    device.take(
+        count * nbytes, f"{count} gradient slot{'s' if count > 1 else ''} for the largest block, {largest.name},"
+    )
+    return nbytes, count
+
+
+def _grow_slots(plans: list[BlockPlan], slot_bytes: int, count: int, unified: bool, device: Budget) -> int:
+    """More slots than nesting needs let loads run ahead; as many as the budget holds, up to a few."""
+    gathered = sum(1 for plan in plans if _in_slots(plan, unified))
+    wanted = min(gathered, max(count, SLOTS_DEFAULT_MAX))
+    while count < wanted and slot_bytes <= device.free_bytes:
+        device.take(slot_bytes, "a weight slot")
+        count += 1
+    return count
+
+
+def extent_class(nbytes: int) -> int:
+    """Extents are equal within a kind; a kind is a size class, so that blocks of many sizes need few kinds and waste at most an eighth."""
+    step = max(PAGE_BYTES, 1 << max(0, nbytes.bit_length() - 4))
+    return round_up(nbytes, step)

@@ -1,0 +1,209 @@
+"""What the runtime holds: parameters, blocks, and where each plane of a block rests.
+
+held      a parameter whose values the runtime owns; the ``nn.Parameter`` itself points at a view of them while its block is gathered,
+          and at a placeholder otherwise.
+placeholder  ``full((1,), nan).expand(shape)``: right shape, dtype and device, 4 bytes; a write raises, a read gives NaN.
+resident  a block whose home is the DEVICE: its parameters stay usable between uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tiermem.kernels.abi import BF16, F32
+from tiermem.layout import BlockLayout, Chunk, ParameterSpec
+from tiermem.policy import Tier
+
+if TYPE_CHECKING:
+    from tiermem.gradients import BlockGradients, GradientHandle
+    from tiermem.runtime import Runtime
+    from tiermem.slots import Slot
+    from tiermem.store import Record
+
+TRAINABLE_CODES = {torch.bfloat16: BF16, torch.float32: F32}
+"""Dtypes that can be trained, with the kernels' codes for them."""
+
+_ATTRIBUTE = "_tiermem_held"
+
+
+class Held:
+    """One parameter held by a runtime: its place, its stand-in, and the number of updates it has had."""
+
+    def __init__(
+        self, parameter: nn.Parameter, name: str, index: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.index = index  # in its block
+        self.dtype = dtype  # of the weight plane
+        self.original_dtype = parameter.dtype
+        self.size = tuple(parameter.shape)
+        self.stride = _dense_stride(parameter)
+        self.numel = parameter.numel()
+        self.block: Block = None  # type: ignore[assignment]  # set by the block that takes it
+        self.runtime: Runtime = None  # type: ignore[assignment]  # set when the runtime is complete
+        scalar = torch.full((1,) if self.size else (), float("nan"), dtype=dtype, device=device)
+        self.placeholder = scalar.expand(self.size)
+        self.steps = 0  # updates applied or handed over
+        self.updated = False  # an optimizer has state for it
+        self.hook: Any = None  # of the gradient's arrival; None while the parameter is frozen
+        self.handle: GradientHandle | None = None
+        self.partials = np.zeros(0)
+
+    @property
+    def split(self) -> bool:
+        """The master is a weight and a residual."""
+        return self.dtype is torch.bfloat16
+
+    def view(self, plane: torch.Tensor) -> torch.Tensor:
+        """The parameter's values in a weight plane of its block (uint8, on any device)."""
+        offset = self.block.layout.weight_offset(self.index)
+        return plane.view(self.dtype).as_strided(self.size, self.stride, offset // self.dtype.itemsize)
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` (same shape) as a 1-D tensor in the order in which the plane stores it; copies only if it must."""
+        tensor = tensor.detach()
+        if self.numel and tuple(tensor.stride()) != self.stride:
+            tensor = torch.empty_strided(self.size, self.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        return tensor.as_strided((self.numel,), (1,))
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``flat``: a view in the parameter's shape."""
+        return flat.as_strided(self.size, self.stride)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise refuse_copy(self.name)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise refuse_copy(self.name)
+
+
+def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's own strides if they enumerate numel elements without gaps, else those of a contiguous tensor."""
+    expected = 1
+    for size, stride in sorted(zip(parameter.shape, parameter.stride(), strict=True), key=lambda dim: (dim[1], dim[0])):
+        if size == 1:
+            continue
+        if stride != expected:
+            return tuple(torch.empty(parameter.shape, device="meta").stride())
+        expected *= size
+    return tuple(parameter.stride())
+
+
+def refuse_copy(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} is offloaded: its values are not in this object, so it can be neither copied nor pickled. "
+        "Use model.state_dict(), or copy before tiermem.offload(), or call tiermem.close(model) first"
+    )
+
+
+def held_of(parameter: torch.Tensor) -> Held | None:
+    return getattr(parameter, _ATTRIBUTE, None)
+
+
+def attach(held: Held) -> None:
+    setattr(held.parameter, _ATTRIBUTE, held)
+
+
+def detach(held: Held) -> None:
+    delattr(held.parameter, _ATTRIBUTE)
+
+
+class ChunkHome:
+    """Where one chunk's extents rest. HOST bytes are tensors; DISK bytes are records of the store."""
+
+    def __init__(self, layout: Chunk) -> None:
+        self.layout = layout
+        self.weight: Record | None = None  # DISK; in HOST the chunk is a range of the block's plane
+        self.state: Record | torch.Tensor | None = None  # None: frozen
+        self.gradient: Record | None = None  # DISK, in the parameters' dtype
+        self.wide_gradient: Record | None = None  # DISK, fp32 sums; made when first needed
+        self.gradient_is_wide = False
+
+
+@dataclass(eq=False)
+class Block:
+    """Parameters that move together, and where their planes are."""
+
+    index: int
+    name: str
+    held: list[Held]
+    layout: BlockLayout
+    home: Tier
+    """Of the weight plane."""
+    states_home: Tier | None = None
+    gradients_home: Tier | None = None
+    plane: torch.Tensor | None = None
+    """uint8 (weight_bytes,) in HOST; None: the weights rest on DISK."""
+    device_plane: torch.Tensor | None = None
+    """uint8 (weight_bytes,): a home on the DEVICE. On a unified device it is ``plane`` itself."""
+    chunks: list[ChunkHome] = field(default_factory=list)
+    gradients: BlockGradients = None  # type: ignore[assignment]
+
+    slot: Slot | None = None
+    gathered: bool = False
+    """The parameters point at real values."""
+    touched: bool = False
+    """Gathered since the last optimizer step: a gradient for it is no surprise."""
+    holds: int = 0
+    """Forwards that need the block gathered; without holds it may be released when its slot is wanted."""
+    update: Future[None] | None = None
+    """The update in flight: nothing may read weights or overwrite gradients before it is done."""
+    uploaded: Any = None  # Event: the device plane holds the updated weights
+
+    def __post_init__(self) -> None:
+        for held in self.held:
+            held.block = self
+            pieces, _ = self.layout.slices[held.index].pieces()
+            held.partials = np.zeros(pieces)
+        self.chunks = [ChunkHome(chunk) for chunk in self.layout.chunks]
+        self._views: list[torch.Tensor] | None = None
+
+    @property
+    def resident(self) -> bool:
+        return self.home is Tier.DEVICE
+
+    @property
+    def numel(self) -> int:
+        return sum(held.numel for held in self.held)
+
+    def point(self, views: Sequence[torch.Tensor]) -> None:
+        for held, view in zip(self.held, views, strict=True):
+            held.parameter.data = view
+        self.gathered = self.touched = True
+
+    def unpoint(self) -> None:
+        for held in self.held:
+            held.parameter.data = held.placeholder
+        self.gathered = False
+
+    def views(self, plane: torch.Tensor) -> list[torch.Tensor]:
+        return [held.view(plane) for held in self.held]
+
+    def resting_views(self) -> list[torch.Tensor]:
+        """Views of the plane that needs no slot, made once."""
+        if self._views is None:
+            if self.device_plane is None:
+                raise AssertionError(f"block {self.name} has no plane on the device")
+            self._views = self.views(self.device_plane)
+        return self._views
+
+    def wait_update(self) -> None:
+        """Return when no update of this block is in flight. Raises what it raised."""
+        if self.update is not None:
+            self.update.result()
+            self.update = None
+
+
+def specs_of(parameters: Sequence[nn.Parameter], dtypes: Sequence[torch.dtype]) -> list[ParameterSpec]:
+    return [
+        ParameterSpec(parameter.numel(), str(dtype), dtype.itemsize, parameter.requires_grad)
+        for parameter, dtype in zip(parameters, dtypes, strict=True)
+    ]

@@ -1,0 +1,85 @@
+"""Choices, frozen: what a user may ask of the runtime, each with a good default."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from tiermem.io.engine import Engine
+
+CHUNK_ALIGNMENT = 4096
+"""A chunk holds a multiple of this many elements, so its planes are whole pages and no norm piece is cut."""
+
+
+class Tier(enum.Enum):
+    """Where bytes rest between uses."""
+
+    DEVICE = "device"
+    """Accelerator memory."""
+    HOST = "host"
+    """Page-locked CPU memory."""
+    DISK = "disk"
+    """Files on NVMe mounts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How a model is trained out of the tiers. Every field has a default that is right for most models.
+
+    weights: home of the weight planes: a ``Tier``, its name, or ``"auto"`` (as many blocks as fit in the fastest tier).
+    states: home of the optimizer states (residual and moments): HOST, DISK or ``"auto"``.
+    compute_dtype: ``None`` computes in each parameter's own dtype; ``torch.bfloat16`` on an fp32 model computes in
+        bf16, casts floating-point inputs of the blocks, and keeps the fp32 values as masters.
+    moments: format of the optimizer's moments; ``"fp32"`` is exact.
+    blocks: how the model is cut: ``None`` (children of ModuleList and Sequential, then by size), or a sequence of
+        module classes, name patterns (``fnmatch``) and modules.
+    io: I/O engine: ``"auto"``, a name, or an ``Engine``.
+    skip_nonfinite: a step whose gradients are not finite changes nothing and is counted. ``False``: torch's behaviour.
+    chunk_numel: elements per chunk, a multiple of 4096; ``None``: chosen from the host budget, at most 1 Mi. It never
+        changes a result.
+    threads: CPU threads of the kernels; ``None``: the cores this process may use.
+    kernels: ``"auto"``, ``"native"`` (C++) or ``"numba"``; same results bit for bit.
+    """
+
+    weights: Tier | Literal["device", "host", "disk", "auto"] = "auto"
+    states: Tier | Literal["host", "disk", "auto"] = "auto"
+    compute_dtype: torch.dtype | None = None
+    moments: Literal["fp32"] = "fp32"
+    blocks: Sequence[Any] | None = None
+    io: str | Engine = "auto"
+    skip_nonfinite: bool = True
+    chunk_numel: int | None = None
+    threads: int | None = None
+    kernels: Literal["auto", "native", "numba"] = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights", _home("weights", self.weights, tuple(Tier)))
+        object.__setattr__(self, "states", _home("states", self.states, (Tier.HOST, Tier.DISK)))
+        if self.moments != "fp32":
+            raise ValueError(f"Policy(moments={self.moments!r}): known formats are 'fp32'")
+        if self.kernels not in ("auto", "native", "numba"):
+            raise ValueError(f"Policy(kernels={self.kernels!r}): expected 'auto', 'native' or 'numba'")
+        if self.chunk_numel is not None and (self.chunk_numel <= 0 or self.chunk_numel % CHUNK_ALIGNMENT):
+            raise ValueError(
+                f"Policy(chunk_numel={self.chunk_numel}): expected a positive multiple of {CHUNK_ALIGNMENT}"
+            )
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"Policy(threads={self.threads}): expected at least 1")
+
+
+def _home(field: str, value: Tier | str, allowed: tuple[Tier, ...]) -> Tier | str:
+    if value == "auto":
+        return value
+    try:
+        tier = Tier(value)
+    except ValueError:
+        tier = None
+    if tier not in allowed:
+        names = ", ".join(repr(t.value) for t in allowed)
+        raise ValueError(f"Policy({field}={value!r}): expected {names} or 'auto'")
+    return tier

@@ -1,0 +1,79 @@
+"""What is where, what was moved, what was waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tiermem.memory import format_bytes
+from tiermem.policy import Tier
+
+
+@dataclass
+class Counters:
+    """Counted while a runtime lives."""
+
+    bytes_copied_in: int = 0
+    bytes_copied_out: int = 0
+    seconds_waited: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("gather", "gradient", "update", "disk"), 0.0)
+    )
+    steps: int = 0
+    steps_skipped: int = 0
+
+    def waited(self, what: str, seconds: float) -> None:
+        self.seconds_waited[what] += seconds
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """Where one block's planes rest. ``None``: the block has none (frozen)."""
+
+    name: str
+    numel: int
+    weights: Tier
+    states: Tier | None
+    grads: Tier | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """A runtime's placement and traffic since it began.
+
+    bytes_resident: bytes taken of each tier's budget. seconds_waited: of the main thread, by what it waited for.
+    fallbacks: what is slower than it could be, and why.
+    """
+
+    blocks: list[BlockReport]
+    bytes_resident: dict[Tier, int]
+    bytes_read: int
+    bytes_written: int
+    bytes_copied_in: int
+    bytes_copied_out: int
+    seconds_waited: dict[str, float]
+    steps: int
+    steps_skipped: int
+    engine: str | None
+    kernels: str
+    fallbacks: list[str]
+
+    def __str__(self) -> str:
+        lines = [f"{'parameters in':<14}{'weights':>14}{'states':>14}{'gradients':>14}"]
+        for tier in Tier:
+            row = [
+                sum(block.numel for block in self.blocks if getattr(block, plane) is tier)
+                for plane in ("weights", "states", "grads")
+            ]
+            lines.append(f"{tier.name:<14}" + "".join(f"{count:>14,}" for count in row))
+        for tier, nbytes in self.bytes_resident.items():
+            lines.append(f"{tier.name} holds {format_bytes(nbytes)}")
+        lines.append(
+            f"disk: {format_bytes(self.bytes_read)} read, {format_bytes(self.bytes_written)} written ({self.engine or 'unused'})"
+        )
+        lines.append(
+            f"device: {format_bytes(self.bytes_copied_in)} copied in, {format_bytes(self.bytes_copied_out)} copied out"
+        )
+        waits = ", ".join(f"{what} {seconds:.2f} s" for what, seconds in self.seconds_waited.items())
+        lines.append(f"waited: {waits}")
+        skipped = f", {self.steps_skipped} skipped for non-finite gradients" if self.steps_skipped else ""
+        lines.append(f"steps: {self.steps}{skipped}; kernels: {self.kernels}")
+        return "\n".join(lines + self.fallbacks)

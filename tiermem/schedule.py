@@ -1,0 +1,59 @@
+"""The order in which blocks are needed: recorded as it happens, replayed to say what comes next. Pure Python, no torch.
+
+One *round* is everything from one optimizer step to the next. The first round is recorded; afterwards each gather is looked up
+in the last complete round, and what followed it there is expected to follow it now. A round that takes another order is only slower:
+the position is found again at the next gather that the recording knows.
+"""
+
+from __future__ import annotations
+
+
+class Schedule:
+    def __init__(self) -> None:
+        self._recorded: list[int] = []  # the last complete round
+        self._round: list[int] = []  # the round being recorded
+        self._position = 0  # in _recorded: where the next gather is expected
+
+    def note(self, block: int) -> None:
+        """``block`` is needed now."""
+        self._round.append(block)
+        recorded = self._recorded
+        if not recorded:
+            return
+        if self._position < len(recorded) and recorded[self._position] == block:
+            self._position += 1
+            return
+        for found in (*range(self._position, len(recorded)), *range(min(self._position, len(recorded)))):
+            if recorded[found] == block:
+                self._position = found + 1
+                return
+
+    def end_round(self) -> None:
+        """The optimizer steps: what was seen since the last time is what to expect next time."""
+        if self._round:
+            self._recorded, self._round = self._round, []
+        self._position = 0
+
+    def upcoming(self, count: int) -> list[int]:
+        """The next ``count`` different blocks, soonest first; past the end of the round it starts again."""
+        found: list[int] = []
+        recorded = self._recorded
+        for step in range(len(recorded)):
+            block = recorded[(self._position + step) % len(recorded)]
+            if block not in found:
+                found.append(block)
+                if len(found) >= count:
+                    break
+        return found
+
+    def distance(self, block: int) -> int:
+        """Gathers until ``block`` is needed; a block that the recording does not know is farthest."""
+        recorded = self._recorded
+        for step in range(len(recorded)):
+            if recorded[(self._position + step) % len(recorded)] == block:
+                return step
+        return len(recorded)
+
+    def first_uses(self) -> list[int]:
+        """Blocks by first use in the round that is ending: the order in which the next one will need them."""
+        return list(dict.fromkeys(self._round or self._recorded))

@@ -1,0 +1,110 @@
+"""Weight slots: the fixed device buffers that gathered blocks stand in.
+
+A slot holds one block's weight plane, or is loading it, or is free. A slot whose block has been released keeps its bytes: the block can be
+gathered again at no cost until the slot is taken for another one.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+
+from tiermem.device import DONE, Device, Event
+from tiermem.planes import Block
+
+_use_count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+
+
+class Slot:
+    """One buffer on the device, as large as the largest block that is gathered."""
+
+    def __init__(self, device: Device, nbytes: int, index: int) -> None:
+        self.index = index
+        self.buffer = device.empty(nbytes)
+        self.block: Block | None = None
+        self.load: Future[None] | None = None
+        """Copies into the slot; done when the device event in ``loaded`` has been recorded."""
+        self.loaded: Event = DONE
+        self.free_after: Event = DONE
+        """The compute that last read the slot."""
+        self.taken = 0  # when the slot was last taken or used, in gathers
+        self._storage = self.buffer.untyped_storage()
+        self._views: dict[Block, list[torch.Tensor]] = {}
+        self._own_references = _use_count(self._storage._cdata)
+
+    @property
+    def address(self) -> int:
+        return self._storage.data_ptr()
+
+    def views(self, block: Block) -> list[torch.Tensor]:
+        """The block's parameters as views of this slot; made once, kept."""
+        views = self._views.get(block)
+        if views is None:
+            before = _use_count(self._storage._cdata)
+            views = self._views[block] = block.views(self.buffer)
+            self._own_references += _use_count(self._storage._cdata) - before
+        return views
+
+    def forget(self, block: Block) -> None:
+        """Drop views made for an older layout of ``block``."""
+        views = self._views.pop(block, None)
+        if views is not None:
+            before = _use_count(self._storage._cdata)
+            views.clear()
+            self._own_references += _use_count(self._storage._cdata) - before
+
+    @property
+    def viewed(self) -> bool:
+        """Somebody outside the runtime still views the bytes, so they must not be replaced."""
+        pointing = len(self.block.held) if self.block is not None and self.block.gathered else 0
+        return _use_count(self._storage._cdata) > self._own_references + pointing
+
+
+class SlotPool:
+    """A fixed number of slots. ``take`` chooses the one whose loss costs least; at the bound it raises, naming what holds them."""
+
+    def __init__(self, device: Device, nbytes: int, count: int) -> None:
+        self.nbytes = nbytes
+        self.slots = [Slot(device, nbytes, index) for index in range(count)]
+        self.by_address = {slot.address: slot for slot in self.slots if nbytes}
+
+    def idle(self) -> Slot | None:
+        """A slot that holds no block, if there is one."""
+        return next((slot for slot in self.slots if slot.block is None), None)
+
+    def released(self) -> list[Slot]:
+        """Slots whose block is not gathered and not loading, nor viewed by anybody."""
+        return [
+            slot
+            for slot in self.slots
+            if slot.block is not None
+            and not slot.block.gathered
+            and (slot.load is None or slot.load.done())
+            and not slot.viewed
+        ]
+
+    def unheld(self) -> list[Slot]:
+        """Slots whose block is gathered, but which no forward holds; least recently used first."""
+        slots = [
+            s for s in self.slots if s.block is not None and s.block.gathered and not s.block.holds and not s.viewed
+        ]
+        return sorted(slots, key=lambda slot: slot.taken)
+
+    def loading(self) -> list[Slot]:
+        return [slot for slot in self.slots if slot.load is not None and not slot.load.done()]
+
+    def exhausted(self, wanted: str) -> RuntimeError:
+        held = [s.block.name for s in self.slots if s.block is not None and s.block.holds]
+        viewed = [s.block.name for s in self.slots if s.block is not None and not s.block.holds and s.viewed]
+        reasons = []
+        if held:
+            reasons.append(f"{', '.join(held)} {'is' if len(held) == 1 else 'are'} in use by running forwards")
+        if viewed:
+            reasons.append(
+                f"a view of a parameter of {', '.join(viewed)} outlives its block's forward (clone it, or read it under tiermem.gather)"
+            )
+        return RuntimeError(
+            f"no weight slot is free for block {wanted}: {'; '.join(reasons) or 'all are taken'}. "
+            f"There are {len(self.slots)}; raise Memory(device=...) or cut smaller blocks with Policy(blocks=...)"
+        )
