@@ -30,7 +30,7 @@ private:
 };
 
 // Below this many elements per thread, waking a thread costs more than it gains.
-constexpr int64_t numel_per_thread_min = 32 * 1024;
+constexpr int64_t numel_per_thread_min = 64 * 1024;
 
 // Runs a kernel over every task. A task is cut in units (Kernel::units), which the threads take in order.
 template <class Kernel>

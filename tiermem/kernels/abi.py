@@ -22,7 +22,7 @@ LANES: Final = 16  # accumulators of one sum of squares
 class UpdateTask(ctypes.Structure):
     """One contiguous run of parameters that share their hyperparameters, updated in place."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [  # type: ignore[misc]
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("weight", ctypes.c_void_p),  # uint16 (bf16) or float32
         ("residual", ctypes.c_void_p),  # uint16 low halves of the masters; None for float32 weights
         ("exp_avg", ctypes.c_void_p),  # float32
@@ -48,7 +48,7 @@ class UpdateTask(ctypes.Structure):
 class AccumulateTask(ctypes.Structure):
     """target = source, or previous * previous_scale + source; and the sums of squares of the result."""
 
-    _fields_: ClassVar[list[tuple[str, Any]]] = [  # type: ignore[misc]
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("source", ctypes.c_void_p),
         ("source_dtype", ctypes.c_int32),
         ("previous", ctypes.c_void_p),  # None: nothing to add to; may be the target itself

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, Final, TypeVar
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -22,15 +22,19 @@ from numba.extending import intrinsic
 from tiermem.kernels import Kernels
 from tiermem.kernels.abi import ADAM, BF16, F32, LANES, PIECE_NUMEL, AccumulateTask, UpdateTask
 
-TILE_NUMEL: Final = 1024
+TILE_NUMEL: Final = 1024  # of all loops; a multiple of LANES, and pieces are multiples of it
 UNIT_NUMEL: Final = 64 * 1024  # of the update: what one thread takes at once
 UNIT_PIECES: Final = 16  # of the sums of gradients
 NUMEL_PER_THREAD_MIN: Final = 256 * 1024  # below, handing work to a Python thread costs more than it gains
 
 _NAN: Final = np.float32(np.nan)  # 0x7fc00000
+_UPDATE_TASK: Final = np.dtype(UpdateTask)
+_ACCUMULATE_TASK: Final = np.dtype(AccumulateTask)
 _MASTER_TASK: Final = np.dtype([("master", "u8"), ("weight", "u8"), ("residual", "u8"), ("numel", "i8")])
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_intrinsic: Callable[[Callable[..., Any]], Any] = intrinsic
 
 
 def _compiled(function: F) -> F:
@@ -44,7 +48,7 @@ def _compiled(function: F) -> F:
 # ---- bits, as in csrc/numbers.h. numba would widen the integers to 64 bits, so the instructions are given.
 
 
-@intrinsic  # type: ignore[misc]
+@_intrinsic
 def _pointer(typing: Any, address: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
@@ -52,7 +56,7 @@ def _pointer(typing: Any, address: Any) -> Any:
     return types.voidptr(types.uint64), generate
 
 
-@intrinsic  # type: ignore[misc]
+@_intrinsic
 def _widen(typing: Any, value: Any) -> Any:
     """bf16 bits or fp32 to fp32."""
 
@@ -65,7 +69,7 @@ def _widen(typing: Any, value: Any) -> Any:
     return types.float32(value), generate
 
 
-@intrinsic  # type: ignore[misc]
+@_intrinsic
 def _join(typing: Any, weight: Any, residual: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = ir.IntType(32)
@@ -76,7 +80,7 @@ def _join(typing: Any, weight: Any, residual: Any) -> Any:
     return types.float32(types.uint16, types.uint16), generate
 
 
-@intrinsic  # type: ignore[misc]
+@_intrinsic
 def _split_weight(typing: Any, master: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = ir.IntType(32)
@@ -86,7 +90,7 @@ def _split_weight(typing: Any, master: Any) -> Any:
     return types.uint16(types.float32), generate
 
 
-@intrinsic  # type: ignore[misc]
+@_intrinsic
 def _split_residual(typing: Any, master: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.trunc(builder.bitcast(arguments[0], ir.IntType(32)), ir.IntType(16))
@@ -94,21 +98,22 @@ def _split_residual(typing: Any, master: Any) -> Any:
     return types.uint16(types.float32), generate
 
 
-@intrinsic  # type: ignore[misc]
+@_intrinsic
 def _add_squares(typing: Any, values: Any, groups: Any, sums: Any) -> Any:
-    """sums[lane] = the sum over all groups of LANES values of values[group, lane] ** 2, in float64."""
+    """sums[lane] += values[group, lane] ** 2 for each group of LANES values, in float64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         values_pointer, group_count, sums_pointer = arguments
         doubles = ir.VectorType(ir.DoubleType(), LANES)
         floats = ir.VectorType(ir.FloatType(), LANES)
         values_pointer = builder.bitcast(values_pointer, floats.as_pointer())
-        accumulated = cgutils.alloca_once_value(builder, ir.Constant(doubles, [0.0] * LANES))
+        sums_pointer = builder.bitcast(sums_pointer, doubles.as_pointer())
+        accumulated = cgutils.alloca_once_value(builder, builder.load(sums_pointer, align=8))
         with cgutils.for_range(builder, group_count) as loop:
             group = builder.load(builder.gep(values_pointer, [loop.index]), align=4)
             group = builder.fpext(group, doubles)
             builder.store(builder.fadd(builder.load(accumulated), builder.fmul(group, group)), accumulated)
-        builder.store(builder.load(accumulated), builder.bitcast(sums_pointer, doubles.as_pointer()), align=8)
+        builder.store(builder.load(accumulated), sums_pointer, align=8)
         return context.get_dummy_value()
 
     return types.none(types.voidptr, types.int64, types.voidptr), generate
@@ -176,18 +181,22 @@ def _convert(source: Any, target: Any) -> None:
 
 
 @_compiled
-def _add(source: Any, previous: Any, scale: Any, target: Any) -> None:
+def _scale_and_add(scale: Any, source: Any, target: Any) -> None:
     for i in range(target.size):
-        target[i] = _one_nan(_widen(previous[i]) * scale + _widen(source[i]))
+        target[i] = _one_nan(target[i] * scale + _widen(source[i]))
 
 
 @_compiled
-def _sum_of_squares(values: Any, sums: Any) -> float:
+def _square(values: Any, sums: Any) -> None:
     groups = values.size // LANES
     _add_squares(values.ctypes, groups, sums.ctypes)
     for i in range(groups * LANES, values.size):
         value = np.float64(values[i])
         sums[i - groups * LANES] += value * value
+
+
+@_compiled
+def _total(sums: Any) -> float:
     total = 0.0
     for lane in range(LANES):
         total += sums[lane]
@@ -204,10 +213,9 @@ def _update(tasks: Any, first: int, last: int) -> None:
     unit = 0
     for index in range(tasks.size):
         task = tasks[index]
-        units = (task.numel + UNIT_NUMEL - 1) // UNIT_NUMEL
         begin = max(first - unit, 0) * UNIT_NUMEL
         end = min((last - unit) * UNIT_NUMEL, task.numel)
-        unit += units
+        unit += (task.numel + UNIT_NUMEL - 1) // UNIT_NUMEL
         grad_scale = -task.grad_scale if task.maximize else task.grad_scale
         for start in range(begin, end, TILE_NUMEL):
             numel = min(TILE_NUMEL, end - start)
@@ -231,53 +239,56 @@ def _update(tasks: Any, first: int, last: int) -> None:
 
 
 @_compiled
-def _accumulate_piece(task: Any, source: Any, begin: int, values: Any) -> None:
+def _combine(task: Any, source: Any, begin: int, values: Any) -> None:
     if task.previous == 0:
         _convert(source, values)
-    elif task.previous_dtype == BF16:
-        previous = carray(_pointer(task.previous + np.uint64(2 * begin)), values.size, np.uint16)
-        _add(source, previous, task.previous_scale, values)
-    else:
-        previous = carray(_pointer(task.previous + np.uint64(4 * begin)), values.size, np.float32)
-        _add(source, previous, task.previous_scale, values)
+        return
+    if task.previous_dtype == BF16:
+        _convert(carray(_pointer(task.previous + np.uint64(2 * begin)), values.size, np.uint16), values)
+    elif task.previous != task.target:
+        _convert(carray(_pointer(task.previous + np.uint64(4 * begin)), values.size, np.float32), values)
+    _scale_and_add(task.previous_scale, source, values)
 
 
 @_compiled
-def _pieces(task: Any) -> int:
-    if task.numel == 0:
-        return 0
-    return 1 + max(0, (task.numel - task.first_piece + PIECE_NUMEL - 1) // PIECE_NUMEL)
+def _accumulate_tile(task: Any, begin: int, scratch: Any) -> Any:
+    """The values of the tile that starts at `begin`, and as long as `scratch`: in the target or in `scratch`."""
+    numel = scratch.size
+    values = scratch
+    if task.target != 0 and task.target_dtype == F32:
+        values = carray(_pointer(task.target + np.uint64(4 * begin)), numel, np.float32)
+    if task.source_dtype == BF16:
+        source = carray(_pointer(task.source + np.uint64(2 * begin)), numel, np.uint16)
+        if task.target != 0 and task.target_dtype == BF16:
+            carray(_pointer(task.target + np.uint64(2 * begin)), numel, np.uint16)[:] = source
+        _combine(task, source, begin, values)
+    else:
+        source_f32 = carray(_pointer(task.source + np.uint64(4 * begin)), numel, np.float32)
+        _combine(task, source_f32, begin, values)
+    return values
 
 
 @_compiled
 def _accumulate(tasks: Any, first: int, last: int) -> None:
-    scratch = np.empty(PIECE_NUMEL, np.float32)
+    scratch = np.empty(TILE_NUMEL, np.float32)
     sums = np.empty(LANES, np.float64)
     unit = 0
     for index in range(tasks.size):
         task = tasks[index]
-        pieces = _pieces(task)
-        units = (pieces + UNIT_PIECES - 1) // UNIT_PIECES
+        pieces = 1 + max(0, (task.numel - task.first_piece + PIECE_NUMEL - 1) // PIECE_NUMEL) if task.numel else 0
         first_piece = max(first - unit, 0) * UNIT_PIECES
         last_piece = min((last - unit) * UNIT_PIECES, pieces)
-        unit += units
+        unit += (pieces + UNIT_PIECES - 1) // UNIT_PIECES
         for piece in range(first_piece, last_piece):
-            begin = 0 if piece == 0 else task.first_piece + (piece - 1) * PIECE_NUMEL
-            numel = min(task.first_piece + piece * PIECE_NUMEL, task.numel) - begin
-            values = scratch[:numel]
-            if task.target != 0 and task.target_dtype == F32:
-                values = carray(_pointer(task.target + np.uint64(4 * begin)), numel, np.float32)
-            if task.source_dtype == BF16:
-                source = carray(_pointer(task.source + np.uint64(2 * begin)), numel, np.uint16)
-                if task.target != 0 and task.target_dtype == BF16:
-                    carray(_pointer(task.target + np.uint64(2 * begin)), numel, np.uint16)[:] = source
-                _accumulate_piece(task, source, begin, values)
-            else:
-                source_f32 = carray(_pointer(task.source + np.uint64(4 * begin)), numel, np.float32)
-                _accumulate_piece(task, source_f32, begin, values)
+            sums[:] = 0
+            start = 0 if piece == 0 else task.first_piece + (piece - 1) * PIECE_NUMEL
+            end = min(task.first_piece + piece * PIECE_NUMEL, task.numel)
+            for begin in range(start, end, TILE_NUMEL):
+                values = _accumulate_tile(task, begin, scratch[: min(TILE_NUMEL, end - begin)])
+                if task.partials != 0:
+                    _square(values, sums)
             if task.partials != 0:
-                partial = carray(_pointer(task.partials + np.uint64(8 * piece)), 1, np.float64)
-                partial[0] = _sum_of_squares(values, sums)
+                carray(_pointer(task.partials + np.uint64(8 * piece)), 1, np.float64)[0] = _total(sums)
 
 
 @_compiled
@@ -355,6 +366,10 @@ class _FloatEnvironment:
             self._libm.fesetenv(saved)
 
 
+def _records(tasks: Any, dtype: np.dtype[Any], count: int) -> Any:
+    return np.frombuffer(tasks, dtype, count)
+
+
 class NumbaKernels(Kernels):
     """Kernels compiled by numba at their first call."""
 
@@ -366,11 +381,11 @@ class NumbaKernels(Kernels):
         self._executor_pid = 0
 
     def update(self, tasks: ctypes.Array[UpdateTask], count: int, threads: int) -> None:
-        records = np.frombuffer(tasks, np.dtype(UpdateTask), count)
+        records = _records(tasks, _UPDATE_TASK, count)
         self._share(_update, records, -(-records["numel"] // UNIT_NUMEL), threads)
 
     def accumulate(self, tasks: ctypes.Array[AccumulateTask], count: int, threads: int) -> None:
-        records = np.frombuffer(tasks, np.dtype(AccumulateTask), count)
+        records = _records(tasks, _ACCUMULATE_TASK, count)
         numel, first_piece = records["numel"], records["first_piece"]
         pieces = np.where(numel == 0, 0, 1 + np.maximum(0, -(-(numel - first_piece) // PIECE_NUMEL)))
         self._share(_accumulate, records, -(-pieces // UNIT_PIECES), threads)
