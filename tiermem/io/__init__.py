@@ -6,5 +6,6 @@ from tiermem.io.aio import AiofilesEngine
 from tiermem.io.choice import ENGINES, probe, select
 from tiermem.io.engine import Engine, File
 from tiermem.io.threads import ThreadsEngine
+from tiermem.io.uring import UringEngine
 
-__all__ = ["ENGINES", "AiofilesEngine", "Engine", "File", "ThreadsEngine", "probe", "select"]
+__all__ = ["ENGINES", "AiofilesEngine", "Engine", "File", "ThreadsEngine", "UringEngine", "probe", "select"]

@@ -14,11 +14,16 @@ from typing import Any
 from tiermem.io.aio import AiofilesEngine
 from tiermem.io.engine import DIRECT_ALIGNMENT, Engine
 from tiermem.io.threads import ThreadsEngine
+from tiermem.io.uring import UringEngine
 from tiermem.slab import SlabPool
 
 __all__ = ["ENGINES", "probe", "select"]
 
-ENGINES: dict[str, Callable[[], Engine]] = {"threads": ThreadsEngine, "aiofiles": AiofilesEngine}
+ENGINES: dict[str, Callable[..., Engine]] = {
+    "io_uring": UringEngine,
+    "threads": ThreadsEngine,
+    "aiofiles": AiofilesEngine,
+}
 """Every engine, the preferred one first."""
 
 _PROBE_BYTES = 3 * 65536 + 513  # aligned pieces and an unaligned end

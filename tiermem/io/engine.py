@@ -50,6 +50,7 @@ class File:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
         self._users = 0
         self._closing = False
+        self.retiring: Callable[[int], None] | None = None  # told of a descriptor before it stops meaning this file
         self.direct_fd: int | None = None
         self._retired_fd: int | None = None
         self.refusal: str | None = None if direct else "buffered by request"
@@ -82,6 +83,8 @@ class File:
         self.refusal = reason
         # Others may be in the middle of a call on it: it keeps its number, and from now on means the buffered file.
         self._retired_fd, self.direct_fd = self.direct_fd, None
+        if self.retiring is not None:
+            self.retiring(self._retired_fd)
         os.dup2(self.fd, self._retired_fd, inheritable=False)
 
     def enter(self) -> None:
@@ -107,6 +110,8 @@ class File:
     def _close_now(self) -> None:
         for fd in (self.fd, self.direct_fd, self._retired_fd):
             if fd is not None and fd >= 0:
+                if self.retiring is not None:
+                    self.retiring(fd)
                 os.close(fd)
         self.fd = -1
         self.direct_fd = self._retired_fd = None
