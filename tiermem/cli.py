@@ -40,6 +40,12 @@ class Dtype(enum.StrEnum):
     float32 = "float32"
 
 
+class Kernels(enum.StrEnum):
+    auto = "auto"
+    native = "native"
+    numba = "numba"
+
+
 @app.callback()
 def _command() -> None:
     pass
@@ -110,6 +116,27 @@ def train(
         run(options, console)
     except (ValueError, OSError, RuntimeError) as error:
         _fail(error)
+
+
+@app.command()
+def verify(
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 10,
+    disk: Annotated[
+        Path | None, typer.Option(help="Directory for what rests on disk. [default: the user's cache]")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where to compute. [default: the accelerator, else the CPU]")
+    ] = None,
+    kernels: Annotated[Kernels, typer.Option(help="Which update kernels.")] = Kernels.auto,
+) -> None:
+    """Train a small model with plain torch and with tiermem in every placement, and compare."""
+    try:
+        from tiermem.verify import run
+
+        passed = run(Console(), steps=steps, disk=disk, device=device, kernels=kernels.value)
+    except (ValueError, OSError, RuntimeError) as error:
+        _fail(error)
+    raise typer.Exit(0 if passed else 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

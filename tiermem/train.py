@@ -26,6 +26,7 @@ from tiermem import checkpoint as checkpoints
 from tiermem import pretrained, text
 from tiermem.cache import cache_directory
 from tiermem.memory import format_bytes
+from tiermem.offload import _runtime_of
 from tiermem.process import peak_memory_bytes
 
 LOSS_ROWS = 128
@@ -335,7 +336,8 @@ class _Monitor:
             )
 
     def _waited(self) -> dict[str, float]:
-        return dict(tiermem.report(self._model).seconds_waited)
+        # tiermem.report would wait for the updates in flight, which are meant to run beside the next forward.
+        return dict(_runtime_of(self._model).report().seconds_waited)
 
 
 def _host_bytes(report: tiermem.Report, device: torch.device) -> int:
