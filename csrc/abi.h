@@ -7,7 +7,7 @@
 
 namespace tiermem {
 
-constexpr int32_t abi_version = 1;
+constexpr int32_t abi_version = 2;
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1 };
 enum Formula : int32_t { ADAMW = 0, ADAM = 1 };
@@ -32,9 +32,9 @@ struct UpdateTask {
     float one_minus_beta1;
     float beta2;
     float one_minus_beta2;
-    float step_size;
-    float bias_correction2_sqrt;
-    float eps;
+    double step_size;
+    double bias_correction2_sqrt;
+    double eps;
 };
 
 struct AccumulateTask {

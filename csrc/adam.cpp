@@ -29,8 +29,8 @@ struct Adam {
           towards_grad(from_grad ? task.one_minus_beta1 - 1.0f : task.one_minus_beta1),
           beta2(task.beta2),
           one_minus_beta2(task.one_minus_beta2),
-          step_size(task.step_size * task.bias_correction2_sqrt),
-          eps(task.eps * task.bias_correction2_sqrt) {}
+          step_size(float(task.step_size * task.bias_correction2_sqrt)),
+          eps(float(task.eps * task.bias_correction2_sqrt)) {}
 
     TM_INLINE void operator()(float& p, float g, float& m, float& v) const {
         if constexpr (l2) {

@@ -157,8 +157,8 @@ def _adam(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any) -> N
     towards_grad = task.one_minus_beta1 - np.float32(1.0) if from_end else task.one_minus_beta1
     beta2 = task.beta2
     one_minus_beta2 = task.one_minus_beta2
-    step_size = task.step_size * task.bias_correction2_sqrt
-    eps = task.eps * task.bias_correction2_sqrt
+    step_size = np.float32(task.step_size * task.bias_correction2_sqrt)
+    eps = np.float32(task.eps * task.bias_correction2_sqrt)
     for i in range(params.size):
         p = params[i]
         g = grad[i]

@@ -44,8 +44,8 @@ def update(task: UpdateTask, param: Floats, exp_avg: Floats, exp_avg_sq: Floats,
     """Applies the scalars of `task` to float32 masters and moments, in place. Its addresses are not read."""
     scalar: Any = np.float32
     with np.errstate(all="ignore"):
-        step_size = scalar(task.step_size) * scalar(task.bias_correction2_sqrt)
-        eps = scalar(task.eps) * scalar(task.bias_correction2_sqrt)
+        step_size = scalar(task.step_size * task.bias_correction2_sqrt)
+        eps = scalar(task.eps * task.bias_correction2_sqrt)
         g = widen(grad) * scalar(-task.grad_scale if task.maximize else task.grad_scale)
         p, m, v = param, exp_avg, exp_avg_sq
         if task.formula == ADAM:
@@ -79,9 +79,9 @@ def sums_of_squares(values: Floats, first_piece: int) -> npt.NDArray[np.float64]
 
 def _sum_of_squares(values: Floats) -> np.float64:
     padded = np.zeros(-(-values.size // LANES) * LANES)
-    padded[: values.size] = values
     sums = np.zeros(LANES)
     with np.errstate(all="ignore"):
+        padded[: values.size] = values
         for group in padded.reshape(-1, LANES):
             sums += group * group
         total = np.float64(0)
