@@ -640,6 +640,18 @@ def test_an_ordinary_directory_is_not_warned_about(tmp_path: Path, engine: Threa
         Store([tmp_path], engine).close()
 
 
+def test_scratch_files_are_private_and_go(tmp_path: Path, engine: ThreadsEngine) -> None:
+    store = Store([tmp_path], engine)
+    with store.scratch_file() as path:
+        path.write_bytes(b"values")
+        assert path.parent == store.directories[0]
+        with store.scratch_file() as other:
+            assert other != path
+    assert not path.exists()
+    store.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_stores_share_a_directory(tmp_path: Path, engine: ThreadsEngine) -> None:
     first = Store([tmp_path], engine)
     second = Store([tmp_path], engine)

@@ -34,6 +34,7 @@ from tiermem.io.mounts import file_system
 
 __all__ = [
     "NoFreeExtentError",
+    "OwnedDirectories",
     "Record",
     "Store",
     "Traffic",
@@ -99,7 +100,7 @@ class Store:
         self.spare = spare
         self.checksum = checksum
         self._kinds: dict[str, _Kind] = {}
-        self._owned = _Owned(os.getpid())
+        self._owned = OwnedDirectories()
         self._finalizer = weakref.finalize(self, self._owned.remove)
         self._mounts: list[_Mount] = []
         try:
@@ -176,9 +177,19 @@ class Store:
         self._kinds.clear()
         self._finalizer()
 
+    @contextlib.contextmanager
+    def scratch_file(self) -> Iterator[Path]:
+        """A path for a file of the caller's own, on the mount with most space; removed afterwards, whatever happens."""
+        self._check_open()
+        directory = max(self.directories, key=free_bytes)
+        path = directory / f"scratch-{secrets.token_hex(4)}{_EXTENTS_SUFFIX}"
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
     def _create_part(self, mount: _Mount, kind: str, extent_bytes: int) -> _Part:
         path = mount.directory / f"{kind}{_EXTENTS_SUFFIX}"
-        self._owned.files.append(path)
         return _Part(mount, self.engine.open(path, create=True), extent_bytes)
 
     def _check_open(self) -> None:
@@ -570,16 +581,17 @@ class _Place:
     index: int
 
 
-class _Owned:
-    """The directories and files that must be gone when the store is. Knows nothing of the store, and outlives it."""
+class OwnedDirectories:
+    """Private directories that must be gone when their owner is: when `remove` is called or, if the owner was killed,
+    when the next one looks there. Knows nothing of who uses it, so that `weakref.finalize` can hold it.
+    """
 
-    def __init__(self, owner_pid: int) -> None:
-        self.files: list[Path] = []
-        self._owner_pid = owner_pid
+    def __init__(self) -> None:
+        self._owner_pid = os.getpid()
         self._directories: list[tuple[Path, int]] = []
 
     def create(self, parent: Path) -> Path:
-        """A new private directory, locked while this process lives."""
+        """A new directory, locked while this process lives. Of the files in it, those named `*.extents` are owned."""
         while True:
             directory = parent / f"tiermem-{self._owner_pid}-{secrets.token_hex(4)}"
             directory.mkdir(mode=0o700)
@@ -592,15 +604,11 @@ class _Owned:
     def remove(self) -> None:
         if os.getpid() != self._owner_pid:  # a forked child must leave its parent's files alone
             return
-        for path in self.files:
-            path.unlink(missing_ok=True)
-        for directory, lock_fd in self._directories:
+        while self._directories:
+            directory, lock_fd = self._directories.pop()
             with contextlib.suppress(OSError):  # somebody put something into it; all of ours is gone
-                (directory / _LOCK_NAME).unlink(missing_ok=True)
-                directory.rmdir()
+                _empty(directory)
             os.close(lock_fd)
-        self.files.clear()
-        self._directories.clear()
 
 
 def check_directory(directory: Path) -> Path:
@@ -635,11 +643,7 @@ def remove_leftovers(parent: Path) -> list[Path]:
             _remove_if_abandoned(directory)
             continue
         try:
-            for path in directory.iterdir():
-                if path.suffix == _EXTENTS_SUFFIX:
-                    path.unlink(missing_ok=True)
-            (directory / _LOCK_NAME).unlink(missing_ok=True)
-            directory.rmdir()
+            _empty(directory)
             removed.append(directory)
         except OSError:  # not ours to remove, or somebody else is removing it now
             pass
@@ -754,6 +758,14 @@ def _lock(directory: Path, *, create: bool) -> int | None:
         pass
     os.close(fd)
     return None
+
+
+def _empty(directory: Path) -> None:
+    """Remove what a store makes, and the directory if nothing else is in it."""
+    for path in directory.glob(f"*{_EXTENTS_SUFFIX}"):
+        path.unlink(missing_ok=True)
+    (directory / _LOCK_NAME).unlink(missing_ok=True)
+    directory.rmdir()
 
 
 def _remove_if_abandoned(directory: Path) -> None:
