@@ -180,13 +180,19 @@ struct Ring {
         return count;
     }
 
+    int wait() {
+        if (*cq_head != __atomic_load_n(cq_tail, __ATOMIC_ACQUIRE)) return 0;
+        int done;
+        do {
+            done = enter(fd, 0, 1, IORING_ENTER_GETEVENTS);
+        } while (done < 0 && (errno == EINTR || errno == EAGAIN || errno == EBUSY));
+        return done < 0 ? -errno : 0;
+    }
+
     void drain() {
-        while (in_flight > 0) {
-            uint64_t tags[64];
-            int32_t results[64];
-            if (reap(tags, results, 64) > 0) continue;
-            if (enter(fd, 0, 1, IORING_ENTER_GETEVENTS) < 0 && errno != EINTR && errno != EAGAIN && errno != EBUSY) return;
-        }
+        uint64_t tags[64];
+        int32_t results[64];
+        while (in_flight > 0 && wait() == 0) reap(tags, results, 64);
     }
 };
 
@@ -232,7 +238,10 @@ TM_EXPORT int32_t tm_uring_reap(void* ring, uint64_t* tags, int32_t* results, in
     return static_cast<Ring*>(ring)->reap(tags, results, room);
 }
 
-// Makes tables with so many empty slots for files.
+// Returns when there is a completion to reap. Only while something is in flight.
+TM_EXPORT int32_t tm_uring_wait(void* ring) { return static_cast<Ring*>(ring)->wait(); }
+
+// Makes a table with so many empty slots for files.
 TM_EXPORT int32_t tm_uring_file_slots(void* ring, const int32_t* minus_ones, uint32_t count) {
     return register_with(static_cast<Ring*>(ring)->fd, IORING_REGISTER_FILES, minus_ones, count);
 }
@@ -273,6 +282,7 @@ TM_EXPORT int32_t tm_uring_submit(void*, int32_t, int32_t, int32_t, uint64_t, ui
     return -ENOSYS;
 }
 TM_EXPORT int32_t tm_uring_reap(void*, uint64_t*, int32_t*, int32_t) { return -ENOSYS; }
+TM_EXPORT int32_t tm_uring_wait(void*) { return -ENOSYS; }
 TM_EXPORT int32_t tm_uring_file_slots(void*, const int32_t*, uint32_t) { return -ENOSYS; }
 TM_EXPORT int32_t tm_uring_set_file(void*, uint32_t, int32_t) { return -ENOSYS; }
 TM_EXPORT int32_t tm_uring_buffer_slots(void*, uint32_t) { return -ENOSYS; }

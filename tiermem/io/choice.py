@@ -13,6 +13,7 @@ from typing import Any
 
 from tiermem.io.aio import AiofilesEngine
 from tiermem.io.engine import DIRECT_ALIGNMENT, Engine
+from tiermem.io.profile import Profile, load_profile
 from tiermem.io.threads import ThreadsEngine
 from tiermem.io.uring import UringEngine
 from tiermem.slab import SlabPool
@@ -26,6 +27,8 @@ ENGINES: dict[str, Callable[..., Engine]] = {
 }
 """Every engine, the preferred one first."""
 
+_DEPTH_MIN = 8
+
 _PROBE_BYTES = 3 * 65536 + 513  # aligned pieces and an unaligned end
 
 _NOT_THE_ENGINE = frozenset(
@@ -37,25 +40,27 @@ _NOT_THE_ENGINE = frozenset(
 def select(directories: str | Path | Sequence[str | Path], choice: str | Engine = "auto") -> Engine:
     """The engine for some directories.
 
-    choice: `"auto"`: the first of `ENGINES` that writes and reads in every directory; why others were passed over
-        stands in its `fallbacks`. A name: that engine, or `RuntimeError` with the reason. An `Engine`: that one.
+    choice: `"auto"`: the first of `ENGINES` that writes and reads in every directory, beginning with the one that
+        `tiermem bench io` found best on the first one's device; why others were passed over stands in its `fallbacks`.
+        A name: that engine, or `RuntimeError` with the reason. An `Engine`: that one, as it is.
     """
     if isinstance(choice, Engine):
         return choice
-    if isinstance(directories, (str, Path)):
-        directories = [directories]
+    paths = [Path(path) for path in ([directories] if isinstance(directories, (str, Path)) else directories)]
     if choice != "auto" and choice not in ENGINES:
         raise ValueError(f"there is no I/O engine {choice!r}: choose 'auto' or one of {', '.join(map(repr, ENGINES))}")
+    profile = load_profile(paths[0]) if paths and paths[0].is_dir() else None
     passed_over: list[str] = []
-    for name in ENGINES if choice == "auto" else (choice,):
+    for name in _in_order(profile) if choice == "auto" else (choice,):
+        measured = {} if profile is None or profile.engine != name else _setting(profile)
         try:
-            engine = ENGINES[name]()
+            engine = ENGINES[name](**measured)
         except OSError as error:
             passed_over.append(f"I/O engine {name} passed over: {error}")
             continue
         try:
-            for directory in directories:
-                probe(Path(directory), engine)
+            for path in paths:
+                probe(path, engine)
         except OSError as error:
             engine.close()
             if error.errno in _NOT_THE_ENGINE:
@@ -67,7 +72,17 @@ def select(directories: str | Path | Sequence[str | Path], choice: str | Engine 
         else:
             engine.fallbacks[:0] = passed_over
             return engine
-    raise RuntimeError(f"no I/O engine works in {', '.join(map(str, directories))}: {'; '.join(passed_over)}")
+    raise RuntimeError(f"no I/O engine works in {', '.join(map(str, paths))}: {'; '.join(passed_over)}")
+
+
+def _in_order(profile: Profile | None) -> list[str]:
+    """What was measured to be best goes first."""
+    return sorted(ENGINES, key=lambda name: profile is None or profile.engine != name)
+
+
+def _setting(profile: Profile) -> dict[str, int]:
+    # More in flight than an idle machine needs: while a busy thread holds the GIL, the disk works off what it has.
+    return {"depth": max(profile.depth, _DEPTH_MIN), "piece_bytes": profile.piece_bytes}
 
 
 def probe(directory: Path, engine: Engine) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import errno
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from tiermem._native import NativeLibraryError, library
@@ -51,8 +52,6 @@ class UringEngine(Engine):
             raise OSError(-code, f"{os.strerror(-code)}: {remedy}")
         self._in_flight: _InFlight = {}  # keeps the memory alive, whoever forgets it
         self._next_tag = 0
-        self._tags = (ctypes.c_uint64 * _REAP_MAX)()
-        self._results = (ctypes.c_int32 * _REAP_MAX)()
         self._file_slots = _Slots(_FILE_SLOTS)
         self._slot_of_fd: dict[int, int] = {}
         minus_ones = (ctypes.c_int32 * _FILE_SLOTS)(*[-1] * _FILE_SLOTS)
@@ -139,18 +138,8 @@ class UringEngine(Engine):
     def _reap(self) -> None:
         if not self._end.alive or not self._bell.silence():
             return
-        count = _REAP_MAX
-        while count == _REAP_MAX:
-            count = self._library.tm_uring_reap(self._ring, self._tags, self._results, _REAP_MAX)
-            for i in range(count):
-                future, _ = self._in_flight.pop(self._tags[i])
-                result = self._results[i]
-                if future.done():
-                    continue
-                if result < 0:
-                    future.set_exception(OSError(-result, os.strerror(-result)))
-                else:
-                    future.set_result(result)
+        for future, result in _completions(self._library, self._ring, self._in_flight):
+            _settle(future, result)
 
     def _buffer_at(self, address: int, nbytes: int) -> int:
         for slot, (start, stop) in self._buffers.items():
@@ -251,12 +240,37 @@ def _answer(reference: weakref.ref[UringEngine]) -> None:
         engine._reap()
 
 
+def _completions(
+    library: ctypes.CDLL, ring: ctypes.c_void_p, in_flight: _InFlight
+) -> Iterator[tuple[asyncio.Future[int], int]]:
+    """Everything that has completed, with its result."""
+    tags, results = (ctypes.c_uint64 * _REAP_MAX)(), (ctypes.c_int32 * _REAP_MAX)()
+    count = _REAP_MAX
+    while count == _REAP_MAX:
+        count = library.tm_uring_reap(ring, tags, results, _REAP_MAX)
+        for i in range(count):
+            future, _ = in_flight.pop(tags[i])
+            yield future, results[i]
+
+
+def _settle(future: asyncio.Future[int], result: int) -> None:
+    if future.done():
+        return
+    if result < 0:
+        future.set_exception(OSError(-result, os.strerror(-result)))
+    else:
+        future.set_result(result)
+
+
 def _close(library: ctypes.CDLL, ring: ctypes.c_void_p, bell: _Bell, in_flight: _InFlight, owner_pid: int) -> None:
     if os.getpid() != owner_pid:  # a forked child shares the ring, which is its parent's to empty
         return
+    while in_flight and library.tm_uring_wait(ring) == 0:
+        for future, result in _completions(library, ring, in_flight):
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                future.get_loop().call_soon_threadsafe(_settle, future, result)
     library.tm_uring_close(ring)
     bell.close()
-    in_flight.clear()
 
 
 @functools.cache
@@ -271,6 +285,7 @@ def _load() -> ctypes.CDLL:
             "close": [ring],
             "submit": [ring, flag, descriptor, flag, address, ctypes.c_uint32, ctypes.c_uint64, slot, ctypes.c_uint64],
             "reap": [ring, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_int32), ctypes.c_int32],
+            "wait": [ring],
             "file_slots": [ring, ctypes.POINTER(ctypes.c_int32), ctypes.c_uint32],
             "set_file": [ring, ctypes.c_uint32, descriptor],
             "buffer_slots": [ring, ctypes.c_uint32],
