@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 from pathlib import Path
+
+_M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def peak_memory_bytes() -> int:
@@ -19,6 +22,17 @@ def resident_memory_bytes() -> int:
 def anonymous_memory_bytes() -> int:
     """Resident memory now without file pages, which the kernel can drop at any time (RssAnon)."""
     return _status_bytes("RssAnon")
+
+
+def return_freed_tensors(threshold_bytes: int = 4 * 1024**2) -> None:
+    """Have the C library give freed blocks of ``threshold_bytes`` and more back to the system at once.
+
+    By default glibc keeps blocks of up to 32 MiB in its heap once one has been freed. Activations of many sizes then
+    leave holes there: 100 to 300 MB of them, fine-tuning a model of 135 M parameters. Elsewhere this does nothing.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, threshold_bytes)
 
 
 def _status_bytes(field: str) -> int:
