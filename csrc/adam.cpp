@@ -60,10 +60,11 @@ TM_INLINE void prefetch_row(Value* row) {
     }
 }
 
-// Where the parameters of a task are: masters in two halves, or plain fp32.
+// How masters lie in memory: in two halves, or as plain fp32.
 struct SplitMaster {
-    uint16_t* __restrict weight;
-    uint16_t* __restrict residual;
+    using Weight = uint16_t;
+    uint16_t* weight;
+    uint16_t* residual;
 
     TM_INLINE void prefetch(int64_t row) const {
         prefetch_row(weight + row);
@@ -74,7 +75,9 @@ struct SplitMaster {
 };
 
 struct PlainMaster {
-    float* __restrict weight;
+    using Weight = float;
+    float* weight;
+    uint16_t* residual;  // there is none
 
     TM_INLINE void prefetch(int64_t row) const { prefetch_row(weight + row); }
     TM_INLINE float load(int64_t i) const { return weight[i]; }
@@ -82,81 +85,92 @@ struct PlainMaster {
 };
 
 template <class Step, class Master, class Grad>
-TM_INLINE void update(const Step step, float grad_scale, const Master master, float* __restrict exp_avg,
-                      float* __restrict exp_avg_sq, const Grad* __restrict grad, int64_t numel) {
-    uint32_t nans = 0;
-    for (int64_t row = 0; row < numel; row += row_numel) {
-        master.prefetch(row);
-        prefetch_row(exp_avg + row);
-        prefetch_row(exp_avg_sq + row);
-        prefetch_row(grad + row);
-        const int64_t end = std::min(row + row_numel, numel);
-        for (int64_t i = row; i < end; ++i) {
-            float p = master.load(i);
-            float m = exp_avg[i];
-            float v = exp_avg_sq[i];
-            step(p, widen(grad[i]) * grad_scale, m, v);
-            nans |= is_nan(p);
-            master.store(i, p);
-            exp_avg[i] = m;
-            exp_avg_sq[i] = v;
+struct UpdateLoop {
+    using Weight = typename Master::Weight;
+    using Function = void (*)(Step, float, Weight*, uint16_t*, float*, float*, const Grad*, int64_t);
+
+    static TM_INLINE void run(const Step step, float grad_scale, Weight* __restrict weight,
+                              uint16_t* __restrict residual, float* __restrict exp_avg, float* __restrict exp_avg_sq,
+                              const Grad* __restrict grad, int64_t numel) {
+        const Master master{weight, residual};
+        uint32_t nans = 0;
+        for (int64_t row = 0; row < numel; row += row_numel) {
+            master.prefetch(row);
+            prefetch_row(exp_avg + row);
+            prefetch_row(exp_avg_sq + row);
+            prefetch_row(grad + row);
+            const int64_t end = std::min(row + row_numel, numel);
+            for (int64_t i = row; i < end; ++i) {
+                float p = master.load(i);
+                float m = exp_avg[i];
+                float v = exp_avg_sq[i];
+                step(p, widen(grad[i]) * grad_scale, m, v);
+                nans |= is_nan(p);
+                master.store(i, p);
+                exp_avg[i] = m;
+                exp_avg_sq[i] = v;
+            }
+        }
+        if (!nans) return;
+        // To look is cheaper than to select in the loop above, which has to keep up with memory.
+        for (int64_t i = 0; i < numel; ++i) {
+            master.store(i, one_nan(master.load(i)));
+            exp_avg[i] = one_nan(exp_avg[i]);
+            exp_avg_sq[i] = one_nan(exp_avg_sq[i]);
         }
     }
-    if (!nans) return;
-    // To look is cheaper than to select in the loop above, which has to keep up with memory.
-    for (int64_t i = 0; i < numel; ++i) {
-        master.store(i, one_nan(master.load(i)));
-        exp_avg[i] = one_nan(exp_avg[i]);
-        exp_avg_sq[i] = one_nan(exp_avg_sq[i]);
-    }
-}
+};
 
 struct Update {
     using Task = UpdateTask;
-    using Function = void (*)(const UpdateTask&, int64_t);
 
     static constexpr int64_t unit_numel = 32 * 1024;
-    static constexpr int64_t tile_numel = 4096;
+    static constexpr int64_t tile_numel = 4096;  // what is gone through again for one NaN
 
     static int64_t units(const UpdateTask& task) { return (task.numel + unit_numel - 1) / unit_numel; }
 
-    static TM_INLINE void run(const UpdateTask& task, int64_t unit) {
+    static void run(int32_t isa, const UpdateTask& task, int64_t unit) {
         const int64_t end = std::min((unit + 1) * unit_numel, task.numel);
         for (int64_t begin = unit * unit_numel; begin < end; begin += tile_numel) {
-            run_tile(task, begin, std::min(tile_numel, end - begin));
+            run_tile(isa, task, begin, std::min(tile_numel, end - begin));
         }
     }
 
-    static TM_INLINE void run_tile(const UpdateTask& task, int64_t begin, int64_t numel) {
+    static void run_tile(int32_t isa, const UpdateTask& task, int64_t begin, int64_t numel) {
         const bool from_grad = task.one_minus_beta1 >= 0.5f;
         if (task.formula == ADAM && task.weight_decay != 0.0f) {
-            from_grad ? with_grad<Adam<true, true>>(task, begin, numel)
-                      : with_grad<Adam<true, false>>(task, begin, numel);
+            from_grad ? with_grad<Adam<true, true>>(isa, task, begin, numel)
+                      : with_grad<Adam<true, false>>(isa, task, begin, numel);
         } else {
-            from_grad ? with_grad<Adam<false, true>>(task, begin, numel)
-                      : with_grad<Adam<false, false>>(task, begin, numel);
+            from_grad ? with_grad<Adam<false, true>>(isa, task, begin, numel)
+                      : with_grad<Adam<false, false>>(isa, task, begin, numel);
         }
     }
 
     template <class Step>
-    static TM_INLINE void with_grad(const UpdateTask& task, int64_t begin, int64_t numel) {
+    static void with_grad(int32_t isa, const UpdateTask& task, int64_t begin, int64_t numel) {
         if (task.grad_dtype == BF16) {
-            with_master<Step>(task, static_cast<const uint16_t*>(task.grad) + begin, begin, numel);
+            with_master<Step, uint16_t>(isa, task, begin, numel);
         } else {
-            with_master<Step>(task, static_cast<const float*>(task.grad) + begin, begin, numel);
+            with_master<Step, float>(isa, task, begin, numel);
         }
     }
 
     template <class Step, class Grad>
-    static TM_INLINE void with_master(const UpdateTask& task, const Grad* grad, int64_t begin, int64_t numel) {
-        const float grad_scale = task.maximize ? -task.grad_scale : task.grad_scale;
+    static void with_master(int32_t isa, const UpdateTask& task, int64_t begin, int64_t numel) {
         if (task.weight_dtype == BF16) {
-            const SplitMaster master{static_cast<uint16_t*>(task.weight) + begin, task.residual + begin};
-            update(Step(task), grad_scale, master, task.exp_avg + begin, task.exp_avg_sq + begin, grad, numel);
+            run_loop<Step, Grad, SplitMaster>(isa, task, task.residual + begin, begin, numel);
         } else {
-            const PlainMaster master{static_cast<float*>(task.weight) + begin};
-            update(Step(task), grad_scale, master, task.exp_avg + begin, task.exp_avg_sq + begin, grad, numel);
+            run_loop<Step, Grad, PlainMaster>(isa, task, nullptr, begin, numel);
         }
+    }
+
+    template <class Step, class Grad, class Master>
+    static void run_loop(int32_t isa, const UpdateTask& task, uint16_t* residual, int64_t begin, int64_t numel) {
+        const float grad_scale = task.maximize ? -task.grad_scale : task.grad_scale;
+        select<UpdateLoop<Step, Master, Grad>>(isa)(
+            Step(task), grad_scale, static_cast<typename Master::Weight*>(task.weight) + begin, residual,
+            task.exp_avg + begin, task.exp_avg_sq + begin, static_cast<const Grad*>(task.grad) + begin, numel);
     }
 };
 

@@ -24,7 +24,7 @@ uint64_t scramble(uint64_t value) {
     return value ^ (value >> 31);
 }
 
-struct Checksum {
+struct ChecksumLoop {
     using Function = uint64_t (*)(const unsigned char*, int64_t);
 
     static TM_INLINE uint64_t run(const unsigned char* bytes, int64_t nbytes) {
@@ -52,7 +52,7 @@ struct Checksum {
 }  // namespace
 
 TM_EXPORT uint64_t tm_checksum(int32_t isa, const unsigned char* bytes, int64_t nbytes) {
-    return select<Checksum>(isa)(bytes, nbytes);
+    return select<ChecksumLoop>(isa)(bytes, nbytes);
 }
 
 }  // namespace tiermem

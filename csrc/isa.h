@@ -1,7 +1,7 @@
 // One source, several instruction sets.
 //
-// A kernel is a struct with an always-inlined static `run`. `select<Kernel>(isa)` gives a copy of it that the compiler
-// vectorised for that instruction set. Features are listed one by one instead of by level name, because older
+// A loop is a struct with an always-inlined static `run` and its type, `Function`. `select<Loop>(isa)` gives a copy of it
+// that the compiler vectorised for that instruction set. Features are listed one by one instead of by level name, because older
 // compilers know only those, and because they are what the processor is asked for.
 #pragma once
 
@@ -52,34 +52,34 @@ inline bool supported(int32_t isa) { return isa == BASELINE; }
 
 #endif
 
-template <class Kernel, class Result, class... Arguments>
+template <class Loop, class Result, class... Arguments>
 Result on_baseline(Arguments... arguments) {
-    return Kernel::run(arguments...);
+    return Loop::run(arguments...);
 }
 
-template <class Kernel, class Result, class... Arguments>
+template <class Loop, class Result, class... Arguments>
 TM_TARGET_V3 Result on_v3(Arguments... arguments) {
-    return Kernel::run(arguments...);
+    return Loop::run(arguments...);
 }
 
-template <class Kernel, class Result, class... Arguments>
+template <class Loop, class Result, class... Arguments>
 TM_TARGET_V4 Result on_v4(Arguments... arguments) {
-    return Kernel::run(arguments...);
+    return Loop::run(arguments...);
 }
 
-template <class Kernel, class Result, class... Arguments>
+template <class Loop, class Result, class... Arguments>
 auto select_as(int32_t isa, Result (*)(Arguments...)) -> Result (*)(Arguments...) {
 #if defined(__x86_64__)
-    if (isa == V4) return on_v4<Kernel, Result, Arguments...>;
-    if (isa == V3) return on_v3<Kernel, Result, Arguments...>;
+    if (isa == V4) return on_v4<Loop, Result, Arguments...>;
+    if (isa == V3) return on_v3<Loop, Result, Arguments...>;
 #endif
     (void)isa;
-    return on_baseline<Kernel, Result, Arguments...>;
+    return on_baseline<Loop, Result, Arguments...>;
 }
 
-template <class Kernel>
-auto select(int32_t isa) -> typename Kernel::Function {
-    return select_as<Kernel>(isa, typename Kernel::Function(nullptr));
+template <class Loop>
+auto select(int32_t isa) -> typename Loop::Function {
+    return select_as<Loop>(isa, typename Loop::Function(nullptr));
 }
 
 }  // namespace tiermem

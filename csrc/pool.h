@@ -6,8 +6,6 @@
 #include <cfenv>
 #include <cstdint>
 
-#include "isa.h"
-
 namespace tiermem {
 
 // Calls body(context) on this thread and on up to `helpers` others at once, and returns when all of them have returned.
@@ -32,11 +30,12 @@ private:
 // Below this many elements per thread, waking a thread costs more than it gains.
 constexpr int64_t numel_per_thread_min = 64 * 1024;
 
-// Runs a kernel over every task. A task is cut in units (Kernel::units), which the threads take in order.
+// Runs a kernel over every task. A task is cut in units (Kernel::units), which the threads take in order and hand to
+// Kernel::run.
 template <class Kernel>
 void run_tasks(int32_t isa, const typename Kernel::Task* tasks, int64_t count, int32_t threads) {
     struct Share {
-        typename Kernel::Function run;
+        int32_t isa;
         const typename Kernel::Task* tasks;
         int64_t units;
         std::atomic<int64_t> next;
@@ -47,11 +46,11 @@ void run_tasks(int32_t isa, const typename Kernel::Task* tasks, int64_t count, i
             int64_t units_before = 0;  // of tasks[task]
             for (int64_t unit = next++; unit < units; unit = next++) {
                 while (unit - units_before >= Kernel::units(tasks[task])) units_before += Kernel::units(tasks[task++]);
-                run(tasks[task], unit - units_before);
+                Kernel::run(isa, tasks[task], unit - units_before);
             }
         }
     };
-    Share share_{select<Kernel>(isa), tasks, 0, {0}};
+    Share share_{isa, tasks, 0, {0}};
     int64_t numel = 0;
     for (int64_t task = 0; task < count; ++task) {
         share_.units += Kernel::units(tasks[task]);

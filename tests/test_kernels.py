@@ -729,6 +729,27 @@ def test_the_interpreter_exits_while_a_daemon_thread_is_inside_a_kernel(choice: 
     assert result.stdout == "done\n"
 
 
+@pytest.mark.parametrize("choice", ["native", "numba"])
+def test_exit_handlers_can_call(choice: str) -> None:
+    result = run_script(f"""
+        import atexit
+        import numpy as np
+        from tiermem import kernels
+
+        loaded = kernels.load({choice!r})
+        master = np.ones(1_000_003, dtype=np.float32)
+        weight, residual = np.zeros((2, master.size), np.uint16)
+
+        def split():
+            loaded.split(master.ctypes.data, weight.ctypes.data, residual.ctypes.data, master.size, 4)
+            print((weight == 0x3F80).all())
+
+        atexit.register(split)
+    """)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "True\n"
+
+
 # ---- cores
 
 

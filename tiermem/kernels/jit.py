@@ -408,7 +408,10 @@ class NumbaKernels(Kernels):
         bounds = [total * share // shares for share in range(shares + 1)]
         others: list[Future[None]] = []
         for first, last in pairwise(bounds[:-1]):
-            others.append(self._threads().submit(self._in_default_environment, run, records, first, last))
+            try:
+                others.append(self._threads().submit(self._in_default_environment, run, records, first, last))
+            except RuntimeError:  # at the end of the interpreter, threads take nothing more
+                self._in_default_environment(run, records, first, last)
         self._in_default_environment(run, records, bounds[-2], bounds[-1])
         for other in others:
             other.result()
