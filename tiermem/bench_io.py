@@ -20,11 +20,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -34,9 +35,9 @@ from tiermem.io.mounts import file_system
 from tiermem.io.profile import Profile, save_profile
 from tiermem.memory import format_bytes
 from tiermem.slab import SlabPool
-from tiermem.store import OwnedDirectories, allocate, check_directory, remove_leftovers
+from tiermem.store import OwnedDirectories, allocate, check_directory, free_bytes, remove_leftovers
 
-__all__ = ["Bench", "Comparison", "Measurement", "Options", "Setting", "Stream", "measure", "run"]
+__all__ = ["Bench", "Comparison", "Measurement", "Options", "Setting", "Stream", "measure", "measure_quickly", "run"]
 
 Mode = Literal["read", "write", "mixed"]
 MODES: tuple[Mode, ...] = ("read", "write", "mixed")
@@ -216,7 +217,11 @@ def run(
         _print(console, bench)
         if keep_profile:
             with contextlib.suppress(OSError):
-                console.print(f"kept for `auto` in {save_profile(bench.directory, bench.profile())}", highlight=False)
+                console.print(
+                    f"kept for `auto` in {save_profile(bench.directory, bench.profile())}",
+                    markup=False,
+                    highlight=False,
+                )
     if json_path is not None:
         json_path.write_text(json.dumps([bench.as_dict() for bench in benches], indent=2) + "\n")
     if plot_path is not None:
@@ -250,6 +255,33 @@ def measure(
     finally:
         owned.remove()
     return bench
+
+
+def measure_quickly(directory: Path, engine: str, seconds: float) -> tuple[float, float]:
+    """Bytes per second read and written in a directory, from half the time each and at most 2 GiB of new file."""
+    setting = Setting(engine, 4 * _MIB, 8)
+    file_bytes = min(2 * _GIB, free_bytes(directory) // 2) // setting.request_bytes * setting.request_bytes
+    options = Options((engine,), (setting.request_bytes,), (setting.depth,), file_bytes)
+    owned = OwnedDirectories()
+    try:
+        file = File(owned.create(directory) / "bench.extents", create=True)
+        try:
+            allocate(file, 0, file_bytes)
+            bench = Bench(directory, "", "", file_bytes, file.direct, {})
+            with _memory(options) as memory:
+                measuring = _Measuring(file, memory, options, bench, lambda what, done: None)
+                written = measuring._move(setting, "write", seconds=seconds / 2)
+                # Only what was written is on the disk to be read.
+                read_options = replace(
+                    options, file_bytes=max(2 * setting.request_bytes, min(file_bytes, written.nbytes))
+                )
+                measuring = _Measuring(file, memory, read_options, bench, lambda what, done: None)
+                read = measuring._move(setting, "read", seconds=seconds / 2)
+        finally:
+            file.close()
+    finally:
+        owned.remove()
+    return read.nbytes / read.seconds, written.nbytes / written.seconds
 
 
 def _working(directory: Path, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -511,12 +543,12 @@ def _speed(bytes_per_second: float) -> str:
 def _print(console: Console, bench: Bench) -> None:
     way = "around the page cache" if bench.direct else "through the page cache: direct I/O is refused there"
     console.print(
-        f"[bold]{bench.directory}[/]: {bench.file_system} on {bench.device or 'an unknown device'}, "
+        f"[bold]{escape(str(bench.directory))}[/]: {bench.file_system} on {bench.device or 'an unknown device'}, "
         f"a file of {format_bytes(bench.file_bytes)}, {way}",
         highlight=False,
     )
     for name, reason in bench.passed_over.items():
-        console.print(f"{name} passed over: {reason}", highlight=False)
+        console.print(f"{name} passed over: {reason}", markup=False, highlight=False)
     table = Table(caption="GB/s: median of the repeats, and how far the farthest was from it. * best")
     for heading in ("engine", "request", "depth", "read", "write", "both at once", "CPU s/GiB"):
         table.add_column(heading, justify="left" if heading == "engine" else "right", no_wrap=True)
