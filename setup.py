@@ -17,6 +17,7 @@ from setuptools.command.build_ext import build_ext
 COMPILE_FLAGS = [
     "-std=c++17",
     "-O3",
+    "-g0",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=off",
