@@ -103,20 +103,23 @@ def _add_squares(typing: Any, values: Any, groups: Any, sums: Any) -> Any:
     """sums[lane] += values[group, lane] ** 2 for each group of LANES values, in float64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values_pointer, group_count, sums_pointer = arguments
+        values_pointer, sums_pointer = (
+            context.make_array(array)(context, builder, argument).data
+            for array, argument in ((values, arguments[0]), (sums, arguments[2]))
+        )
         doubles = ir.VectorType(ir.DoubleType(), LANES)
         floats = ir.VectorType(ir.FloatType(), LANES)
         values_pointer = builder.bitcast(values_pointer, floats.as_pointer())
         sums_pointer = builder.bitcast(sums_pointer, doubles.as_pointer())
         accumulated = cgutils.alloca_once_value(builder, builder.load(sums_pointer, align=8))
-        with cgutils.for_range(builder, group_count) as loop:
+        with cgutils.for_range(builder, arguments[1]) as loop:
             group = builder.load(builder.gep(values_pointer, [loop.index]), align=4)
             group = builder.fpext(group, doubles)
             builder.store(builder.fadd(builder.load(accumulated), builder.fmul(group, group)), accumulated)
         builder.store(builder.load(accumulated), sums_pointer, align=8)
         return context.get_dummy_value()
 
-    return types.none(types.voidptr, types.int64, types.voidptr), generate
+    return types.none(values, types.int64, sums), generate
 
 
 @_compiled
@@ -175,6 +178,12 @@ def _adam(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any) -> N
 
 
 @_compiled
+def _copy(source: Any, target: Any) -> None:
+    for i in range(target.size):
+        target[i] = source[i]
+
+
+@_compiled
 def _convert(source: Any, target: Any) -> None:
     for i in range(target.size):
         target[i] = _widen(source[i])
@@ -189,7 +198,7 @@ def _scale_and_add(scale: Any, source: Any, target: Any) -> None:
 @_compiled
 def _square(values: Any, sums: Any) -> None:
     groups = values.size // LANES
-    _add_squares(values.ctypes, groups, sums.ctypes)
+    _add_squares(values, groups, sums)
     for i in range(groups * LANES, values.size):
         value = np.float64(values[i])
         sums[i - groups * LANES] += value * value
@@ -260,7 +269,7 @@ def _accumulate_tile(task: Any, begin: int, scratch: Any) -> Any:
     if task.source_dtype == BF16:
         source = carray(_pointer(task.source + np.uint64(2 * begin)), numel, np.uint16)
         if task.target != 0 and task.target_dtype == BF16:
-            carray(_pointer(task.target + np.uint64(2 * begin)), numel, np.uint16)[:] = source
+            _copy(source, carray(_pointer(task.target + np.uint64(2 * begin)), numel, np.uint16))
         _combine(task, source, begin, values)
     else:
         source_f32 = carray(_pointer(task.source + np.uint64(4 * begin)), numel, np.float32)
@@ -280,7 +289,8 @@ def _accumulate(tasks: Any, first: int, last: int) -> None:
         last_piece = min((last - unit) * UNIT_PIECES, pieces)
         unit += (pieces + UNIT_PIECES - 1) // UNIT_PIECES
         for piece in range(first_piece, last_piece):
-            sums[:] = 0
+            for lane in range(LANES):
+                sums[lane] = 0
             start = 0 if piece == 0 else task.first_piece + (piece - 1) * PIECE_NUMEL
             end = min(task.first_piece + piece * PIECE_NUMEL, task.numel)
             for begin in range(start, end, TILE_NUMEL):
