@@ -106,6 +106,12 @@ def test_a_share_bounds_what_comes_from_one_file(corpus: Path, tmp_path: Path) -
     assert len(tokens & set("0123456789")) >= 8  # file N holds "0N 0N ..."
 
 
+def test_few_files_share_all_of_it(corpus: Path, tmp_path: Path) -> None:
+    files = text.find_text([corpus])[:2]
+    sequences = text.tokenise(files, characters, length=100, count=9, seed=0, directory=tmp_path, file_share=1 / 16)
+    assert len(sequences) == 9
+
+
 def test_too_little_text_says_so(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("short")

