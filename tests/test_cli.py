@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,3 +67,28 @@ def test_help_names_the_commands(tmp_path: Path) -> None:
     done = tiermem("--help", cache=tmp_path)
     assert done.returncode == 0
     assert all(command in done.stdout for command in ("train", "verify"))
+
+
+def test_ctrl_c_ends_with_130_and_leaves_no_file(tmp_path: Path) -> None:
+    model, data, disk = write_model(tmp_path / "model"), write_text(tmp_path / "text"), tmp_path / "disk"
+    disk.mkdir()
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    arguments = (
+        f"train --model {model} --data {data} --seq-len 32 --steps 100000 --device cpu --weights disk --states disk"
+    )
+    arguments += f" --disk {disk} --host-memory 64MiB --device-memory 64MiB --eval-batches 1"
+    command = [sys.executable, "-u", "-m", "tiermem", *arguments.split()]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stdout:
+            if line.startswith("step 1/"):
+                break
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        errors = process.stderr.read()
+        assert process.wait(timeout=30) == 130, errors
+    assert "Traceback" not in errors
+    assert list(disk.iterdir()) == []
