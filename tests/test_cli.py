@@ -66,7 +66,7 @@ def test_what_cannot_be_is_said_in_one_line(
 def test_help_names_the_commands(tmp_path: Path) -> None:
     done = tiermem("--help", cache=tmp_path)
     assert done.returncode == 0
-    assert all(command in done.stdout for command in ("train", "verify"))
+    assert all(command in done.stdout for command in ("train", "verify", "doctor", "bench"))
 
 
 def test_ctrl_c_ends_with_130_and_leaves_no_file(tmp_path: Path) -> None:

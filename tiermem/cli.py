@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +45,10 @@ class Kernels(enum.StrEnum):
     auto = "auto"
     native = "native"
     numba = "numba"
+
+
+class Against(enum.StrEnum):
+    fio = "fio"
 
 
 @app.callback()
@@ -139,6 +144,73 @@ def verify(
     raise typer.Exit(0 if passed else 1)
 
 
+@app.command()
+def doctor(
+    directories: Annotated[
+        list[Path] | None, typer.Argument(metavar="[DIR]...", help="Directories that the DISK tier would use.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False,
+) -> None:
+    """Say what this machine and these directories will do for training, and what to mend."""
+    try:
+        from tiermem.doctor import run
+
+        sound = run(Console(), directories or [], as_json=as_json)
+    except (ValueError, OSError, RuntimeError) as error:
+        _fail(error)
+    raise typer.Exit(0 if sound else 1)
+
+
+bench = typer.Typer(help="Measure what training will rest on.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.callback()
+def _bench() -> None:
+    pass
+
+
+@bench.command("io")
+def bench_io(
+    directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories on the disks to measure.")],
+    against: Annotated[Against | None, typer.Option(help="Also run this program at the best setting.")] = None,
+    size: Annotated[str, typer.Option(help="Of the file that is written and read.")] = "4GiB",
+    seconds: Annotated[float, typer.Option(help="Length of one measurement.")] = 0.5,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each setting.")] = 3,
+    engine: Annotated[list[str] | None, typer.Option(help="Only these engines. May be repeated.")] = None,
+    request: Annotated[list[str] | None, typer.Option(help="Only these request sizes. May be repeated.")] = None,
+    depth: Annotated[list[int] | None, typer.Option(help="Only these depths. May be repeated.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all values here.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Write a PNG picture here.")] = None,
+    profile: Annotated[bool, typer.Option(help="Keep the best setting, for io='auto' to read.")] = True,
+) -> None:
+    """Measure every engine, request size and depth, reading, writing and both, and keep the best setting."""
+    try:
+        from tiermem.bench_io import Options, run
+        from tiermem.memory import parse_bytes
+
+        defaults = Options()
+        options = Options(
+            engines=tuple(engine or defaults.engines),
+            request_bytes=tuple(map(parse_bytes, request)) if request else defaults.request_bytes,
+            depths=tuple(depth or defaults.depths),
+            file_bytes=parse_bytes(size),
+            seconds=seconds,
+            repeats=repeats,
+        )
+        run(
+            Console(),
+            directories,
+            options,
+            against="fio" if against else None,
+            json_path=json_path,
+            plot_path=plot_path,
+            keep_profile=profile,
+        )
+    except (ValueError, OSError, RuntimeError) as error:
+        _fail(error)
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit with its status; 130 after Ctrl-C."""
     try:
@@ -153,7 +225,7 @@ def _fail(error: BaseException) -> NoReturn:
     """One line for what the user can mend; the traceback stays with ``python -X dev``."""
     if sys.flags.dev_mode:
         raise error
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]tiermem:[/] {error}", highlight=False)
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]tiermem:[/] {escape(str(error))}", highlight=False)
     raise typer.Exit(1)
 
 

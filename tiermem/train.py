@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch.utils.checkpoint import checkpoint
@@ -149,11 +150,11 @@ def run(options: TrainOptions, console: Console) -> TrainResult:
     )
     _print_result(result, start_report, console)
     if options.save is not None:
-        with console.status(f"saving to {options.save}"):
+        with console.status("saving"):
             pretrained.quiet()
             model.save_pretrained(options.save)
             pretrained.tokenizer(directory).save_pretrained(options.save)
-        console.print(f"saved to {options.save.absolute()}")
+        console.print(f"saved to {options.save.absolute()}", markup=False)
     return result
 
 
@@ -237,7 +238,7 @@ def _build(options: TrainOptions, directory: Path, console: Console) -> Any:
             model, directory, on_progress=lambda done, count: status.update(f"loading weights {done}/{count}")
         )
     count = sum(parameter.numel() for parameter in model.parameters())
-    console.print(f"model: {directory.name}, {count / 1e6:.1f} M parameters")
+    console.print(f"model: {directory.name}, {count / 1e6:.1f} M parameters", markup=False)
     return model
 
 
@@ -372,7 +373,7 @@ def _print_result(result: TrainResult, start: tiermem.Report, console: Console) 
     table.add_row("device per step", f"in {per_step('bytes_copied_in')}, out {per_step('bytes_copied_out')}")
     table.add_row("engine, kernels", f"{report.engine or 'no disk'}, {report.kernels}")
     for fallback in report.fallbacks:
-        table.add_row("fallback", fallback)
+        table.add_row("fallback", escape(fallback))
     if report.steps_skipped:
         table.add_row("steps skipped", f"{report.steps_skipped} (gradients were not finite)")
     table.add_row(
