@@ -15,6 +15,7 @@ import torch
 
 from tiermem.background import Background
 from tiermem.device import DONE, Device
+from tiermem.interrupts import uninterrupted
 from tiermem.planes import Block
 from tiermem.policy import Tier
 from tiermem.report import Counters
@@ -130,8 +131,10 @@ class Gathering:
     def _gather_in_slot(self, block: Block) -> None:
         slot = block.slot
         if slot is None:
-            slot = self._take(block)
-            self._start_load(block, slot)
+            slot = self._choose(block)
+            with uninterrupted():
+                self._empty(slot)
+                self._start_load(block, slot)
         self._clock += 1
         slot.taken = self._clock
         if slot.load is not None:
@@ -155,7 +158,8 @@ class Gathering:
         finally:
             self._counters.waited("gather", time.perf_counter() - start)
 
-    def _take(self, block: Block) -> Slot:
+    def _choose(self, block: Block) -> Slot:
+        """The slot whose loss costs least, ready to be taken."""
         pool = self.slots
         slot = pool.idle()
         if slot is None:
@@ -169,7 +173,6 @@ class Gathering:
             self._settle_load(slot)
         if slot is None:
             raise pool.exhausted(block.name)
-        self._empty(slot)
         return slot
 
     def _farthest(self, slots: list[Slot]) -> Slot | None:
@@ -204,10 +207,11 @@ class Gathering:
                     or schedule.distance(slot.block.index) <= schedule.distance(index)
                 ):
                     return
-            self._empty(slot)
-            self._clock += 1
-            slot.taken = self._clock
-            self._start_load(block, slot)
+            with uninterrupted():
+                self._empty(slot)
+                self._clock += 1
+                slot.taken = self._clock
+                self._start_load(block, slot)
 
     def _start_load(self, block: Block, slot: Slot) -> None:
         slot.block, block.slot = block, slot

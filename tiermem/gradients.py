@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-import queue
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from tiermem.device import Device, Event
+from tiermem.interrupts import uninterrupted
 from tiermem.kernels.abi import F32, AccumulateTask
 from tiermem.layout import PAGE_BYTES, GradientPlane, round_up
 from tiermem.planes import TRAINABLE_CODES, Block, ChunkHome, Held, held_of
@@ -40,12 +41,14 @@ aten = torch.ops.aten
 class GradientHandle(torch.Tensor):
     """Stands for one parameter's gradient. Shape, dtype and device are the parameter's; the data is the runtime's.
 
-    ``factor`` multiplies the stored gradient; ``zeroed`` says that it counts as zero.
+    ``factor`` multiplies the stored gradient; ``zeroed`` says that it counts as zero; ``shown`` is the real gradient, once somebody has taken a
+    view of it: from then on it, and not what is stored, is the gradient.
     """
 
     held: Held
     factor: float
     zeroed: bool
+    shown: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, held: Held) -> GradientHandle:
@@ -56,6 +59,7 @@ class GradientHandle(torch.Tensor):
         handle.held = held
         handle.factor = 1.0
         handle.zeroed = False
+        handle.shown = None
         return cast(GradientHandle, handle)
 
     def __repr__(self, **_: Any) -> str:
@@ -69,7 +73,7 @@ class GradientHandle(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         known = _KNOWN.get(func)
-        if known is not None:
+        if known is not None and not _any_shown(args):
             result = known(func, args, kwargs)
             if result is not NotImplemented:
                 return result
@@ -82,6 +86,13 @@ class GradientHandle(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.held.runtime.gradients.fetch(self)
+
+
+def _any_shown(args: tuple[Any, ...]) -> bool:
+    handles = (
+        a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else (arg,)) if isinstance(a, GradientHandle)
+    )
+    return any(handle.shown is not None for handle in handles)
 
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -183,8 +194,13 @@ def _on_real_gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     fetched: dict[int, tuple[GradientHandle, torch.Tensor]] = {}
     writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
     in_place = any(writes)
+    views = any(
+        returned.alias_info is not None and not returned.alias_info.is_write for returned in func._schema.returns
+    )
 
     def real(value: Any) -> Any:
+        if isinstance(value, GradientHandle) and (views or value.shown is not None):
+            return value.held.runtime.gradients.show(value)
         if isinstance(value, GradientHandle):
             if id(value) not in fetched:
                 tensor = value.held.runtime.gradients.fetch(value, summed=in_place)
@@ -200,7 +216,7 @@ def _on_real_gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     written = [arg for arg, write in zip(args, writes, strict=False) if write]
     for arg in written:
         for handle in arg if isinstance(arg, (list, tuple)) else [arg]:
-            if isinstance(handle, GradientHandle):
+            if isinstance(handle, GradientHandle) and id(handle) in fetched:
                 handle.held.runtime.gradients.store(handle, fetched[id(handle)][1])
     return written[0] if len(written) == 1 and isinstance(written[0], torch.Tensor) else result
 
@@ -271,11 +287,7 @@ class Gradients:
         self._device = runtime.device
         self._slot_bytes = slot_bytes
         self._slot_count = slot_count
-        self._free: queue.SimpleQueue[GradientSlot] = queue.SimpleQueue()
-        for _ in range(slot_count):
-            self._free.put(GradientSlot(self._device, slot_bytes))
-        self._open: list[Block] = []  # with a gradient slot that still receives
-        self._flushing: list[Block] = []
+        self._free = deque(GradientSlot(self._device, slot_bytes) for _ in range(slot_count))
         self._scalar: tuple[Any, int, float] | None = None
 
     # Arrival, on the thread that runs backward.
@@ -295,8 +307,11 @@ class Gradients:
             held.handle = GradientHandle(held)
             parameter.grad = held.handle
         gradients = held.block.gradients
+        if not gradients.expected:
+            self.begin_backward(held.block)
         gradients.arrived += 1
         if gradients.arrived >= gradients.expected:
+            gradients.expected = 0
             if gradients.slot is not None:
                 self._start_flush(held.block)
             runtime.gathering.release_finished(held.block)
@@ -304,6 +319,7 @@ class Gradients:
     def add(self, handle: GradientHandle, gradient: torch.Tensor) -> None:
         """Add a micro-batch's gradient to what is stored, in fp32."""
         handle = self.current(handle)
+        self.take_back(handle)
         previous = None if handle.zeroed else handle.factor
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
@@ -348,8 +364,9 @@ class Gradients:
             self._start_flush(block)
         if gradients.slot is None:
             self._settle(block)  # its plane and its old handles are then what they say
-            gradients.slot = self._take_slot()
-            self._open.append(block)
+            self._wait_for_slot()
+            with uninterrupted():
+                gradients.slot = self._free.popleft()
         slot = gradients.slot
         place = block.layout.slices[held.index]
         offset = block.layout.gradient_plane(wide=False).offset(place.section, place.start)
@@ -365,13 +382,21 @@ class Gradients:
             target.copy_(flat)
         slot.arrivals[held] = factor
 
-    def _take_slot(self) -> GradientSlot:
-        start = time.perf_counter()
-        if self._free.empty() and len(self._open) >= self._slot_count:
-            self._start_flush(self._open[0])
-        slot = self._free.get()
-        self._runtime.counters.waited("gradient", time.perf_counter() - start)
-        return slot
+    def _wait_for_slot(self) -> None:
+        """Return when a slot is free: flush what is open, if nothing is on its way, and wait for the flush that began first."""
+        while not self._free:
+            flushing = [block for block in self._runtime.blocks if block.gradients.flush is not None]
+            if not flushing:
+                block = next(block for block in self._runtime.blocks if block.gradients.slot is not None)
+                self._start_flush(block)
+                flushing = [block]
+            futures = [block.gradients.flush for block in flushing if block.gradients.flush is not None]
+            start = time.perf_counter()
+            done, _ = wait(futures, return_when=FIRST_COMPLETED)
+            self._runtime.counters.waited("gradient", time.perf_counter() - start)
+            for block in flushing:
+                if block.gradients.flush in done:
+                    self._settle(block)
 
     # Flush: gradient slot to HOST or DISK, on the background loop.
 
@@ -379,16 +404,15 @@ class Gradients:
         gradients = block.gradients
         slot = gradients.slot
         assert slot is not None
-        gradients.slot = None
-        self._open.remove(block)
         plans = [(chunk, plan) for chunk in block.chunks if (plan := self._plan(chunk, slot))]
         adds = any(arrival.factor is not None for _, plan in plans for arrival in plan)
         if adds and block.gradients_home is Tier.HOST and not gradients.wide:
             self.widen(block)
-        gradients.flush = self._runtime.background.submit(
-            self._flush(block, slot, plans, self._device.mark(), block.update)
-        )
-        self._flushing.append(block)
+        with uninterrupted():
+            gradients.slot = None
+            gradients.flush = self._runtime.background.submit(
+                self._flush(block, slot, plans, self._device.mark(), block.update)
+            )
 
     def _plan(self, chunk: ChunkHome, slot: GradientSlot) -> list[_Arrival]:
         """What the flush does with each segment that has, or had, a gradient. Empty: nothing of the chunk arrived."""
@@ -424,7 +448,7 @@ class Gradients:
             *(flush(block, slot, chunk, plan, ready) for chunk, plan in plans), return_exceptions=True
         )
         slot.arrivals.clear()
-        self._free.put(slot)
+        self._free.append(slot)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -571,27 +595,27 @@ class Gradients:
 
     def settle(self) -> None:
         """Return when every gradient that has arrived is where it rests, with its sums of squares."""
-        for block in list(self._open):
-            self._start_flush(block)
-        for block in list(self._flushing):
+        for block in self._runtime.blocks:
+            if block.gradients.slot is not None:
+                self._start_flush(block)
+        for block in self._runtime.blocks:
             self._settle(block)
 
     def _settle(self, block: Block) -> None:
         gradients = block.gradients
         if gradients.slot is not None:
             self._start_flush(block)
-        flush, gradients.flush = gradients.flush, None
-        if block in self._flushing:
-            self._flushing.remove(block)
-        if flush is not None:
+        if gradients.flush is not None:
             start = time.perf_counter()
             try:
-                flush.result()
+                gradients.flush.result()
             finally:
                 self._runtime.counters.waited("gradient", time.perf_counter() - start)
+            gradients.flush = None
 
-    def flush_early(self, block: Block) -> None:
-        """Backward has ended and some gradients of the block have not come: what has come goes home."""
+    def end_backward(self, block: Block) -> None:
+        """Backward has ended. If some gradients of the block have not come, what has come goes home."""
+        block.gradients.expected = 0
         if block.gradients.slot is not None:
             self._start_flush(block)
 
@@ -668,6 +692,18 @@ class Gradients:
                     whole[segment.slice_start : segment.slice_start + segment.numel] = values
         return whole
 
+    def show(self, handle: GradientHandle) -> torch.Tensor:
+        """The real gradient, kept: writes to it or to its views count, until the gradient is replaced."""
+        if handle.shown is None:
+            handle.shown = self.fetch(handle)
+        return handle.shown
+
+    def take_back(self, handle: GradientHandle) -> None:
+        """Store what a view may have changed."""
+        shown, handle.shown = handle.shown, None
+        if shown is not None:
+            self.store(handle, shown)
+
     def store(self, handle: GradientHandle, gradient: torch.Tensor) -> None:
         """Replace the stored gradient. ``gradient`` has the parameter's shape."""
         handle = self.current(handle)
@@ -740,11 +776,8 @@ class Gradients:
             return
         self.settle()
         self._runtime.take_slot_bytes((nbytes - self._slot_bytes) * self._slot_count, "gradient slots")
-        for _ in range(self._slot_count):
-            self._free.get()
         self._slot_bytes = nbytes
-        for _ in range(self._slot_count):
-            self._free.put(GradientSlot(self._device, nbytes))
+        self._free = deque(GradientSlot(self._device, nbytes) for _ in range(self._slot_count))
 
 
 def _dtype(block: Block, chunk: ChunkHome) -> torch.dtype:

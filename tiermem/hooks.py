@@ -14,6 +14,7 @@ the gradients exist.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,13 @@ class SavedTensors:
         layer = _Layer(self, outer)
         torch._C._autograd._push_saved_tensors_default_hooks(layer.pack, layer.unpack)  # type: ignore[attr-defined]
         return True
+
+    def pop_leftovers(self) -> None:
+        """Take off what an interrupted forward left on top."""
+        while (top := _top_hooks(True)) is not None and isinstance(getattr(top[0], "__self__", None), _Layer):
+            if top[0].__self__.saved is not self:
+                return
+            self.pop()
 
     @staticmethod
     def pop() -> None:
@@ -139,13 +147,19 @@ class Unit:
         self.blocks = list(blocks)
         self._label = f"tiermem::gather {name}"
         self._pushed: list[bool] = []  # one entry per running forward of this unit
+        self._seen = 0
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         runtime = self._runtime
         runtime.check()
+        runtime.reset_phase()
+        if self._seen != runtime.forwards:
+            self._seen = runtime.forwards
+            self._pushed.clear()
         if not runtime.forward_depth:
-            runtime.reset_phase()
+            runtime.forward_frame = sys._getframe(1)
             if not runtime.in_backward:
+                self._saved.pop_leftovers()
                 runtime.gathering.begin(training=torch.is_grad_enabled())
         self._pushed.append(self._saved.push())
         runtime.forward_depth += 1
@@ -180,6 +194,8 @@ class Unit:
         if self._pushed.pop():
             self._saved.pop()
         self._runtime.forward_depth -= 1
+        if not self._runtime.forward_depth:
+            self._runtime.forward_frame = None
         return True
 
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -289,12 +305,13 @@ class ParameterAccess(dict[str, Any]):
         parameter = super().__getitem__(name)
         if parameter is not None:
             held = held_of(parameter)
-            if held is not None and not held.block.gathered:
+            if held is not None and (not held.block.gathered or self._runtime.in_backward):
                 self._read(held.block)
         return parameter
 
     def _read(self, block: Block) -> None:
         runtime = self._runtime
+        block.read_in_backward = runtime.in_backward
         if block.home is Tier.DEVICE or runtime.forward_depth or runtime.in_backward:
             runtime.check()
             runtime.gathering.gather(block, hold=False)

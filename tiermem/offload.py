@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tiermem.device import Device, select_device
 from tiermem.hooks import Installed
@@ -43,6 +44,8 @@ def offload(
 
     Errors: ``ValueError`` naming the parameter, budget or choice that does not work, and the remedy; ``OSError`` naming the disk directory.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"tiermem.offload takes a torch.nn.Module, not {type(module).__name__}")
     if getattr(module, _ATTRIBUTE, None) is not None:
         raise ValueError(f"this {type(module).__name__} is offloaded already: tiermem.close() it first")
     on = select_device(device)
@@ -63,6 +66,7 @@ class Surface:
         self._installed = Installed(module, runtime)
         self._handles: list[Any] = []
         self._guarded: list[nn.Module] = []
+        self._handles.append(register_optimizer_step_pre_hook(_refuse_other_optimizers))
         for part in module.modules():
             held = {
                 name: one for name, p in part._parameters.items() if p is not None and (one := held_of(p)) is not None
@@ -92,6 +96,20 @@ class Surface:
         return self.runtime.__reduce_ex__(protocol)
 
 
+def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """torch's own optimizers would update placeholders."""
+    if getattr(optimizer, "updates_held_parameters", False):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            held = held_of(parameter)
+            if held is not None and parameter.grad is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update {held.name}, which tiermem.offload holds: "
+                    "use tiermem.AdamW or tiermem.Adam instead"
+                )
+
+
 class _Guard:
     """Stands for ``module._apply``, which ``.to()``, ``.half()``, ``.cuda()`` go through. A move that changes nothing is allowed."""
 
@@ -105,9 +123,9 @@ class _Guard:
         for dtype in sorted({held.dtype for block in self._runtime.blocks for held in block.held}, key=str):
             probe = torch.empty(0, dtype=dtype, device=self._runtime.device.torch_device)
             after = function(probe)
-            if after.dtype != probe.dtype or after.device != probe.device:
+            if after is not probe or (after.device.type == "cpu" and after.is_shared()):
                 raise RuntimeError(
-                    f"{type(part).__name__} is offloaded: its parameters cannot become {after.dtype} on {after.device}. Convert the model before "
+                    f"{type(part).__name__} is offloaded: its parameters cannot be replaced ({after.dtype} on {after.device}). Convert the model before "
                     "tiermem.offload, or use Policy(compute_dtype=...) and offload(device=...), or call tiermem.close(model) first"
                 )
         return part
@@ -201,7 +219,9 @@ class _Loading:
 def _put_back(held: Held) -> None:
     """The parameter shows again what it showed before somebody set its data."""
     block = held.block
-    if not block.gathered:
+    if held.gathers:
+        held.parameter.data = held.gathers[-1]
+    elif not block.gathered:
         held.parameter.data = held.placeholder
     elif block.slot is not None:
         held.parameter.data = block.slot.views(block)[held.index]
@@ -237,16 +257,19 @@ def gather(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: boo
         one.runtime.check()
         one.runtime.gathering.settle(one.block)
         values = one.runtime.values.read(one)
-        one.parameter.data = values.to(one.runtime.device.torch_device)
+        one.gathers.append(values.to(one.runtime.device.torch_device))
+        one.parameter.data = one.gathers[-1]
     try:
         yield
     finally:
         written = [(one, one.parameter.data) for one in held]
-        for one in held:
+        for one, values in written:
+            one.gathers.pop()
             _put_back(one)
-        if write:
-            for one, values in written:
+            if write:
                 one.runtime.values.write_master(one, values)
+                for outer in one.gathers:
+                    outer.copy_(values)
 
 
 def synchronize(module: nn.Module) -> None:

@@ -31,6 +31,8 @@ class Adam(torch.optim.Adam):
     Errors: ``ValueError`` for ``amsgrad``, ``capturable`` or ``differentiable`` with offloaded parameters.
     """
 
+    updates_held_parameters = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._runtimes: list[Runtime] = []
@@ -47,7 +49,7 @@ class Adam(torch.optim.Adam):
                 loss = closure()
         self._check_open()
         held_groups: dict[Runtime, list[tuple[Held, GradientHandle, Any]]] = {}
-        plain = False
+        plain: list[torch.Tensor] = []
         for group in self.param_groups:
             self._check_supported(group)
             for parameter in group["params"]:
@@ -55,11 +57,13 @@ class Adam(torch.optim.Adam):
                     continue
                 held = held_of(parameter)
                 if held is None:
-                    plain = True
+                    plain.append(parameter)
                     continue
                 if parameter in self.state:
                     self._import(held, self.state.pop(parameter))
                 held_groups.setdefault(held.runtime, []).append((held, _handle(held), group))
+        if self._skips(held_groups, plain):
+            return loss
         for runtime, entries in held_groups.items():
             if runtime not in self._runtimes:
                 self._runtimes.append(runtime)
@@ -69,6 +73,20 @@ class Adam(torch.optim.Adam):
             step = torch.optim.Adam.step
             getattr(step, "__wrapped__", step)(self) if getattr(step, "hooked", False) else step(self)
         return loss
+
+    @staticmethod
+    def _skips(held_groups: dict[Runtime, list[tuple[Held, GradientHandle, Any]]], plain: list[torch.Tensor]) -> bool:
+        """A step is one decision: with a gradient that is not finite, nothing of it happens (unless the policy says so)."""
+        culprits = [runtime.nonfinite(handle for _, handle, _ in entries) for runtime, entries in held_groups.items()]
+        culprit = next((held.name for held in culprits if held is not None), None)
+        skipping = [runtime for runtime in held_groups if runtime.policy.skip_nonfinite]
+        if culprit is None and skipping and not all(bool(p.grad.isfinite().all()) for p in plain if p.grad is not None):
+            culprit = "a parameter that is not offloaded"
+        if culprit is None:
+            return False
+        for runtime in held_groups:
+            runtime.skip(culprit)
+        return True
 
     def _formula(self, group: dict[str, Any]) -> int:
         return ADAMW if group.get("decoupled_weight_decay") else ADAM
@@ -95,6 +113,7 @@ class Adam(torch.optim.Adam):
     def state_dict(self) -> dict[str, Any]:
         """torch's format, with the real states. Tensors of offloaded parameters are on the CPU: in memory, or in unnamed mapped files where
         the model has a DISK tier, so that a state larger than memory can be saved."""
+        self._check_open()
         own = self.state
         merged: defaultdict[torch.Tensor, Any] = defaultdict(dict, own)
         for group in self.param_groups:
@@ -116,27 +135,36 @@ class Adam(torch.optim.Adam):
         groups = state_dict["param_groups"]
         ids = [identifier for group in groups for identifier in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        taken: list[tuple[Held, dict[str, Any]]] = []
+        taken: list[tuple[Held, dict[str, Any] | None]] = []
         rest = dict(state_dict["state"])
         if len(ids) == len(parameters):
             for identifier, parameter in zip(ids, parameters, strict=True):
                 held = held_of(parameter)
-                if held is not None and identifier in rest:
-                    taken.append((held, rest.pop(identifier)))
+                if held is not None:
+                    taken.append((held, rest.pop(identifier, None)))
+        for held, state in taken:
+            self._check_state(held, state or {})
         super().load_state_dict({**state_dict, "state": rest})
         for held, state in taken:
-            self._import(held, state)
+            if state:
+                self._import(held, state)
+            elif held.updated:
+                zeros = torch.zeros(held.size)
+                held.runtime.values.write_moments(held, zeros, zeros)
+                held.steps, held.updated = 0, False
 
-    def _import(self, held: Held, state: dict[str, Any]) -> None:
-        if not state:
-            return
+    @staticmethod
+    def _check_state(held: Held, state: dict[str, Any]) -> None:
         for name in ("exp_avg", "exp_avg_sq", "master"):
             if name in state and tuple(state[name].shape) != held.size:
                 raise ValueError(
                     f"the state {name!r} of {held.name} has shape {tuple(state[name].shape)}, the parameter {held.size}"
                 )
+
+    def _import(self, held: Held, state: dict[str, Any]) -> None:
+        self._check_state(held, state)
         runtime = held.runtime
-        runtime.gathering.invalidate(held.block)
+        runtime.gathering.settle(held.block)
         runtime.make_trainable(held)
         runtime.values.write_moments(held, state["exp_avg"], state["exp_avg_sq"])
         if "master" in state:
@@ -155,6 +183,7 @@ def _handle(held: Held) -> GradientHandle:
     """The handle in ``p.grad``; a gradient that the user put there is taken in."""
     gradient = held.parameter.grad
     if isinstance(gradient, GradientHandle) and gradient is held.handle:
+        held.runtime.gradients.take_back(gradient)
         return gradient
     if gradient is None or isinstance(gradient, GradientHandle):
         raise RuntimeError(
@@ -178,6 +207,7 @@ class _Scalars:
         key = (id(group), held.steps, handle.factor)
         known = self._known.get(key)
         if known is None:
+            steps = held.steps + 1
             beta1, beta2 = (float(beta) for beta in group["betas"])
             lr, decay = float(group["lr"]), float(group["weight_decay"])
             known = self._known[key] = Hyperparameters(
@@ -189,8 +219,8 @@ class _Scalars:
                 one_minus_beta1=1 - beta1,
                 beta2=beta2,
                 one_minus_beta2=1 - beta2,
-                step_size=lr / (1 - beta1**held.steps),
-                bias_correction2_sqrt=math.sqrt(1 - beta2**held.steps),
+                step_size=lr / (1 - beta1**steps),
+                bias_correction2_sqrt=math.sqrt(1 - beta2**steps),
                 eps=float(group["eps"]),
             )
         return known

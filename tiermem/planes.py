@@ -36,9 +36,7 @@ _ATTRIBUTE = "_tiermem_held"
 class Held:
     """One parameter held by a runtime: its place, its stand-in, and the number of updates it has had."""
 
-    def __init__(
-        self, parameter: nn.Parameter, name: str, index: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, parameter: nn.Parameter, name: str, index: int, dtype: torch.dtype) -> None:
         self.parameter = parameter
         self.name = name
         self.index = index  # in its block
@@ -49,12 +47,12 @@ class Held:
         self.numel = parameter.numel()
         self.block: Block = None  # type: ignore[assignment]  # set by the block that takes it
         self.runtime: Runtime = None  # type: ignore[assignment]  # set when the runtime is complete
-        scalar = torch.full((1,) if self.size else (), float("nan"), dtype=dtype, device=device)
-        self.placeholder = scalar.expand(self.size)
+        self.placeholder: torch.Tensor = None  # type: ignore[assignment]  # made by the block
         self.steps = 0  # updates applied or handed over
         self.updated = False  # an optimizer has state for it
         self.hook: Any = None  # of the gradient's arrival; None while the parameter is frozen
         self.handle: GradientHandle | None = None
+        self.gathers: list[torch.Tensor] = []  # what surrounding tiermem.gather() blocks show, innermost last
         self.partials = np.zeros(0)
 
     @property
@@ -150,6 +148,8 @@ class Block:
     slot: Slot | None = None
     gathered: bool = False
     """The parameters point at real values."""
+    read_in_backward: bool = False
+    """Something read a parameter by attribute during backward (a recompute): autograd may hold the parameters themselves."""
     touched: bool = False
     """Gathered since the last optimizer step: a gradient for it is no surprise."""
     holds: int = 0
@@ -165,6 +165,14 @@ class Block:
             held.partials = np.zeros(pieces)
         self.chunks = [ChunkHome(chunk) for chunk in self.layout.chunks]
         self._views: list[torch.Tensor] | None = None
+        self._placeholders = bytearray()
+        self._pristine = b""
+
+    @property
+    def evictable(self) -> bool:
+        """Gathered, but needed by no running forward, nor by what autograd saved of a recompute in this backward."""
+        saved = self.read_in_backward and self.gradients.expected > 0
+        return self.gathered and not self.holds and not saved
 
     @property
     def resident(self) -> bool:
@@ -174,18 +182,46 @@ class Block:
     def numel(self) -> int:
         return sum(held.numel for held in self.held)
 
+    def make_placeholders(self, device: torch.device) -> None:
+        """One NaN for each parameter, in storages of their own that lie side by side: a write to any of them is seen at little cost."""
+        size = 8
+        self._placeholders = bytearray(size * len(self.held))
+        for index, held in enumerate(self.held):
+            if device.type == "cpu":
+                scalar = torch.frombuffer(self._placeholders, dtype=held.dtype, offset=size * index, count=1)
+            else:
+                scalar = torch.empty(1, dtype=held.dtype, device=device)
+            scalar.fill_(float("nan"))
+            held.placeholder = (scalar if held.size else scalar.reshape(())).expand(held.size)
+        self._pristine = bytes(self._placeholders)
+
+    def check_placeholders(self) -> None:
+        """Errors: ``RuntimeError`` naming a parameter that was written to while it was a placeholder."""
+        if self._placeholders != self._pristine:
+            now, then = self._placeholders, self._pristine
+            written = [h.name for i, h in enumerate(self.held) if now[8 * i : 8 * i + 8] != then[8 * i : 8 * i + 8]]
+            self._placeholders[:] = self._pristine
+            raise RuntimeError(
+                f"{', '.join(written)} was written to while it was not gathered, so the values are lost: write inside "
+                "`with tiermem.gather(parameter, write=True)`"
+            )
+
     def point(self, views: Sequence[torch.Tensor]) -> None:
+        self.check_placeholders()
         for held, view in zip(self.held, views, strict=True):
-            held.parameter.data = view
+            if not held.gathers:  # else the user's tensor holds the newer values
+                held.parameter.data = view
         self.gathered = self.touched = True
 
     def unpoint(self) -> None:
         for held in self.held:
-            held.parameter.data = held.placeholder
+            if not held.gathers:
+                held.parameter.data = held.placeholder
         self.gathered = False
 
     def views(self, plane: torch.Tensor) -> list[torch.Tensor]:
-        return [held.view(plane) for held in self.held]
+        with torch.inference_mode(False):  # views made in an inference forward could not be trained with later
+            return [held.view(plane) for held in self.held]
 
     def resting_views(self) -> list[torch.Tensor]:
         """Views of the plane that needs no slot, made once."""

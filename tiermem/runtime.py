@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,9 @@ from tiermem.blocks import SMALL_BYTES, BlockSpec, find_blocks, modules_by_use
 from tiermem.device import Device
 from tiermem.gathering import Gathering
 from tiermem.gradients import BlockGradients, GradientHandle, Gradients
+from tiermem.interrupts import uninterrupted
 from tiermem.io import select
+from tiermem.io.engine import Engine
 from tiermem.kernels.cores import available_cores
 from tiermem.layout import PAGE_BYTES, Chunk, round_up
 from tiermem.memory import Budget, Memory, Region
@@ -30,7 +33,7 @@ from tiermem.policy import Policy, Tier
 from tiermem.report import BlockReport, Counters, Report
 from tiermem.slab import SlabPool
 from tiermem.slots import SlotPool
-from tiermem.store import Record, Store
+from tiermem.store import Record, Store, check_directory
 from tiermem.transfer import all_of
 from tiermem.update import Hyperparameters, ParameterUpdates, Updates
 from tiermem.values import Values
@@ -55,17 +58,20 @@ class Runtime:
         self.error: BaseException | None = None
         self.in_backward = False
         self.forward_depth = 0
+        self.forward_frame: FrameType | None = None
+        """Of the call of the outermost running forward."""
+        self.forwards = 0
+        """Outermost forwards that were abandoned: what a unit has noted of an earlier one is void."""
         self._warned_nonfinite = False
+        self._finalizer: weakref.finalize[..., Any] | None = None
         self.device_budget = Budget(
             Tier.DEVICE,
             memory.device_bytes(device.free_bytes),
             "raise Memory(device=...) or cut smaller blocks with Policy(blocks=...)",
         )
-        disk_remedy = (
-            "raise Memory(host=...)"
-            if memory.directories
-            else "raise Memory(host=...) or give a Memory(disk=...) directory"
-        )
+        for directory in memory.directories:
+            check_directory(directory)
+        disk_remedy = "raise Memory(host=...), or let more rest on disk: Memory(disk=...) with Policy(weights='auto', states='auto')"
         self.host_budget = Budget(Tier.HOST, memory.host_bytes(), disk_remedy)
         self.kernels = kernel_library.load(policy.kernels)
         self.threads = policy.threads or available_cores()
@@ -97,7 +103,8 @@ class Runtime:
         except BaseException:
             self._abandon()
             raise
-        self._finalizer = weakref.finalize(module, _close_leftovers, self.background, self.store)
+        own_engine = self.engine if self.engine is not policy.io else None
+        self._finalizer = weakref.finalize(module, _close_leftovers, self.background, self.store, own_engine, device)
 
     # Construction.
 
@@ -109,6 +116,11 @@ class Runtime:
             block_bytes=min(_BLOCK_BYTES_MAX, max(limit // 8, SMALL_BYTES)),
             resident_bytes=min(64 << 20, limit // 8),
         )
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and not parameter.is_floating_point():
+                raise ValueError(
+                    f"{name} is trainable and has dtype {parameter.dtype}: tiermem trains torch.bfloat16 and torch.float32"
+                )
         for spec in specs:
             for name, parameter in spec.parameters:
                 if getattr(parameter, "_tiermem_held", None) is not None:
@@ -152,10 +164,11 @@ class Runtime:
         self._reserve_disk(placement.blocks)
         for index, (spec, kinds, plan) in enumerate(zip(specs, dtypes, placement.blocks, strict=True)):
             held = [
-                Held(parameter, name, position, dtype, self.device.torch_device)
+                Held(parameter, name, position, dtype)
                 for position, ((name, parameter), dtype) in enumerate(zip(spec.parameters, kinds, strict=True))
             ]
             block = Block(index, spec.name, held, plan.layout, plan.home, plan.states_home, plan.gradients_home)
+            block.make_placeholders(self.device.torch_device)
             for one in held:
                 one.runtime = self
             self._make_planes(block)
@@ -371,46 +384,60 @@ class Runtime:
     def _end_backward(self) -> None:
         self.in_backward = False
         for block in self.blocks:
-            if block.gradients.slot is not None:
-                self.gradients.flush_early(block)
+            block.read_in_backward = False
+            self.gradients.end_backward(block)
         if not self.forward_depth:
             self.gathering.release_soft()
 
     def reset_phase(self) -> None:
-        """A backward that raised leaves no callback behind: the next forward starts clean."""
-        if self.in_backward and torch._C._current_graph_task_id() < 0:
+        """A forward or backward that was interrupted leaves no hook or callback behind: the next forward starts clean."""
+        if self.forward_depth and self.forward_frame is not None and self.forward_frame.f_back is None:
+            # The outermost forward's frame has ended and its hook has not been called: Ctrl-C.
+            self.forward_depth, self.forward_frame = 0, None
+            self.forwards += 1
+            for block in self.blocks:
+                if block.holds:
+                    block.holds = 0
+                    self.gathering.release_finished(block)
+        if not self.forward_depth and self.in_backward and torch._C._current_graph_task_id() < 0:
             self._end_backward()
 
     # The optimizer's step.
 
-    def step(self, parameters: Iterable[tuple[Held, GradientHandle, Any]], scalars: Any) -> bool:
-        """Hand the updates of these parameters to the background. ``scalars(held, handle, group)`` gives their hyperparameters.
-
-        Returns False, having changed nothing, if gradients are not finite and the policy says to skip such steps.
-        """
+    def nonfinite(self, handles: Iterable[GradientHandle]) -> Held | None:
+        """A parameter whose gradient is not finite, if there is one and the policy says to skip such steps."""
         self.check()
         self.gradients.settle()
-        wanted = list(parameters)
-        if self.policy.skip_nonfinite and not all(self.gradients.finite(handle) for _, handle, _ in wanted):
-            self._skip(next(held for held, handle, _ in wanted if not self.gradients.finite(handle)))
-            return False
-        self.counters.steps += 1
+        if not self.policy.skip_nonfinite:
+            return None
+        return next((handle.held for handle in handles if not self.gradients.finite(handle)), None)
+
+    def step(self, parameters: Sequence[tuple[Held, GradientHandle, Any]], scalars: Any) -> None:
+        """Hand the updates of these parameters to the background. ``scalars(held, handle, group)`` gives their hyperparameters."""
+        self.check()
+        self.gradients.settle()
         by_block: dict[Block, ParameterUpdates] = {}
-        for held, handle, group in wanted:
-            held.steps += 1
-            held.updated = True
+        for held, handle, group in parameters:
             hyperparameters: Hyperparameters = scalars(held, handle, group)
             by_block.setdefault(held.block, {})[held] = (hyperparameters, handle.zeroed)
+        for block in by_block:
+            self.gathering.settle(block)
+        with uninterrupted():
+            self._hand_over(by_block)
+        self.gathering.begin(training=True)
+        self.gathering.prefetch()
+
+    def _hand_over(self, by_block: dict[Block, ParameterUpdates]) -> None:
+        self.counters.steps += 1
         for block in self._by_next_use(by_block):
-            block.wait_update()
+            for held in by_block[block]:
+                held.steps += 1
+                held.updated = True
             self.gathering.invalidate(block)
             block.update = self.updates.submit(block, by_block[block])
         for block in self.blocks:
             block.touched = False
         self.gathering.training.end_round()
-        self.gathering.begin(training=True)
-        self.gathering.prefetch()
-        return True
 
     def _by_next_use(self, by_block: dict[Block, ParameterUpdates]) -> list[Block]:
         order = {index: position for position, index in enumerate(self.gathering.training.first_uses())}
@@ -418,12 +445,13 @@ class Runtime:
             by_block, key=lambda block: (order.get(block.index, -1 if block.resident else len(order)), block.index)
         )
 
-    def _skip(self, culprit: Held) -> None:
+    def skip(self, culprit: str) -> None:
+        """Count a step that changes nothing because the gradient of ``culprit`` is not finite."""
         self.counters.steps_skipped += 1
         if not self._warned_nonfinite:
             self._warned_nonfinite = True
             warnings.warn(
-                f"the gradient of {culprit.name} is not finite: this step changes nothing. (Counted in tiermem.report; said once. If the "
+                f"the gradient of {culprit} is not finite: this step changes nothing. (Counted in tiermem.report; said once. If the "
                 "loss reads a parameter outside its module's forward, read it under tiermem.gather. Policy(skip_nonfinite=False) updates anyway.)",
                 RuntimeWarning,
                 stacklevel=4,
@@ -520,6 +548,8 @@ class Runtime:
                     self._restore(held, self._final_value(held), None)
         self.closed = True
         self.background.close()
+        if self._finalizer is not None:
+            self._finalizer.detach()
         if self.store is not None:
             self.store.close()
         if self.engine is not None and self.engine is not self.policy.io:
@@ -559,8 +589,11 @@ def _nesting(module: nn.Module, uses: Sequence[tuple[nn.Module, str, list[int]]]
     return max(1, deepest(module, frozenset()))
 
 
-def _close_leftovers(background: Background, store: Store | None) -> None:
-    """The module was dropped without ``tiermem.close``."""
+def _close_leftovers(background: Background, store: Store | None, engine: Engine | None, device: Device) -> None:
+    """The module was dropped without ``tiermem.close``, or the process ends."""
     background.close()
     if store is not None:
         store.close()
+    if engine is not None:
+        engine.close()
+    device.close()

@@ -57,7 +57,7 @@ class Slot:
     @property
     def viewed(self) -> bool:
         """Somebody outside the runtime still views the bytes, so they must not be replaced."""
-        pointing = len(self.block.held) if self.block is not None and self.block.gathered else 0
+        pointing = sum(not h.gathers for h in self.block.held) if self.block is not None and self.block.gathered else 0
         return _use_count(self._storage._cdata) > self._own_references + pointing
 
 
@@ -86,9 +86,7 @@ class SlotPool:
 
     def unheld(self) -> list[Slot]:
         """Slots whose block is gathered, but which no forward holds; least recently used first."""
-        slots = [
-            s for s in self.slots if s.block is not None and s.block.gathered and not s.block.holds and not s.viewed
-        ]
+        slots = [s for s in self.slots if s.block is not None and s.block.evictable and not s.viewed]
         return sorted(slots, key=lambda slot: slot.taken)
 
     def loading(self) -> list[Slot]:
