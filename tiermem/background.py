@@ -50,6 +50,10 @@ class Background:
         """Await ``work`` in the kernel thread: one at a time, as each uses all the threads it is given."""
         return await self.loop.run_in_executor(self._kernel, work, *args)
 
+    def start_kernel(self, work: Callable[..., T], *args: Any) -> Future[T]:
+        """Start ``work`` in the kernel thread, from any thread, behind what is queued there."""
+        return self._kernel.submit(work, *args)
+
     async def wait(self, work: Callable[..., T], *args: Any) -> T:
         """Await something that blocks without computing (a device event)."""
         return await self.loop.run_in_executor(self._waits, work, *args)

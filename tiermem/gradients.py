@@ -334,28 +334,30 @@ class Gradients:
                 "its module's forward, where it is a placeholder full of NaN. Read it inside `with tiermem.gather(...)`"
             )
         gradients = block.gradients
-        if gradient.dtype not in TRAINABLE_CODES:
-            gradient = gradient.float()
-        flat = held.flat(gradient)
         if not held.numel:
             return
+        if gradient.dtype not in TRAINABLE_CODES:
+            gradient = gradient.float()
+        if gradient.stride() != held.stride:
+            gradient = held.shaped(held.flat(gradient))
         if gradients.direct:
-            block.wait_update()
-            if not gradients.wide and (factor is not None or flat.dtype.itemsize > held.dtype.itemsize):
+            if block.update is not None:
+                block.wait_update()
+            if not gradients.wide and (factor is not None or gradient.dtype.itemsize > held.dtype.itemsize):
                 self.widen(block)
             tasks = gradients.task(held)
             task = tasks[0]
-            task.source = flat.data_ptr()
-            task.source_dtype = TRAINABLE_CODES[flat.dtype]
+            task.source = gradient.data_ptr()
+            task.source_dtype = TRAINABLE_CODES[gradient.dtype]
             task.previous = None if factor is None else task.target
             task.previous_scale = 1.0 if factor is None else factor
             self._runtime.kernels.accumulate(tasks, 1, self._runtime.threads_for(held.numel))
             return
-        if flat.dtype.itemsize > held.dtype.itemsize:
+        if gradient.dtype.itemsize > held.dtype.itemsize:
             raise ValueError(
-                f"{held.name} has dtype {held.dtype} but gets gradients of {flat.dtype}: leave its grad_dtype alone"
+                f"{held.name} has dtype {held.dtype} but gets gradients of {gradient.dtype}: leave its grad_dtype alone"
             )
-        self._stage(held, flat, factor)
+        self._stage(held, held.flat(gradient), factor)
 
     def _stage(self, held: Held, flat: torch.Tensor, factor: float | None) -> None:
         block = held.block

@@ -27,6 +27,7 @@ from tiermem.planes import Block, held_of, refuse_copy
 from tiermem.policy import Tier
 from tiermem.runtime import Runtime
 
+_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 
 
@@ -164,7 +165,10 @@ class Unit:
         self._pushed.append(self._saved.push())
         runtime.forward_depth += 1
         if self.blocks:
-            with torch.profiler.record_function(self._label):
+            if _profiling():
+                with torch.profiler.record_function(self._label):
+                    self._gather()
+            else:
                 self._gather()
 
     def _gather(self) -> None:
@@ -249,9 +253,12 @@ class Unit:
         runtime = self._runtime
         runtime.check()
         runtime.enter_backward()
-        with torch.profiler.record_function(self._label):
-            for block in self.blocks:
-                runtime.gradients.begin_backward(block)
+        for block in self.blocks:
+            runtime.gradients.begin_backward(block)
+            if _profiling():
+                with torch.profiler.record_function(self._label):
+                    runtime.gathering.gather(block, hold=False)
+            else:
                 runtime.gathering.gather(block, hold=False)
 
     def cast_inputs(

@@ -159,10 +159,13 @@ class Block:
     uploaded: Any = None  # Event: the device plane holds the updated weights
 
     def __post_init__(self) -> None:
-        for held in self.held:
+        counts = [self.layout.slices[held.index].pieces()[0] for held in self.held]
+        self.partials = np.zeros(sum(counts))
+        """Sums of squares of the gradients, by norm piece; each parameter has its own range."""
+        starts = np.cumsum([0, *counts])
+        for held, start, count in zip(self.held, starts, counts, strict=False):
             held.block = self
-            pieces, _ = self.layout.slices[held.index].pieces()
-            held.partials = np.zeros(pieces)
+            held.partials = self.partials[start : start + count]
         self.chunks = [ChunkHome(chunk) for chunk in self.layout.chunks]
         self._views: list[torch.Tensor] | None = None
         self._placeholders = bytearray()

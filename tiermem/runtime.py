@@ -6,6 +6,7 @@ failed, which phase runs, and what must be given back.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -410,6 +411,11 @@ class Runtime:
         self.gradients.settle()
         if not self.policy.skip_nonfinite:
             return None
+        handles = list(handles)
+        if all(math.isfinite(handle.factor) for handle in handles):
+            blocks = {handle.held.block for handle in handles}
+            if all(math.isfinite(block.partials.sum()) for block in blocks):
+                return None
         return next((handle.held for handle in handles if not self.gradients.finite(handle)), None)
 
     def step(self, parameters: Sequence[tuple[Held, GradientHandle, Any]], scalars: Any) -> None:

@@ -70,7 +70,7 @@ def plan_chunk(block: Block, chunk: ChunkHome, updates: ParameterUpdates) -> lis
             extends = False
             continue
         hyperparameters, zeroed = planned
-        if extends and not zeroed and not runs[-1].zeroed and runs[-1].hyperparameters == hyperparameters:
+        if extends and not zeroed and not runs[-1].zeroed and runs[-1].hyperparameters is hyperparameters:
             start = runs[-1].start
             runs[-1] = Run(start, segment.chunk_start + segment.numel - start, hyperparameters, zeroed)
         else:
@@ -99,25 +99,34 @@ class Updates:
     def submit(self, block: Block, updates: ParameterUpdates) -> Future[None]:
         """Start updating ``block``. Its gradients must have settled, and its weights be shown in no slot."""
         plans = [(chunk, runs) for chunk in block.chunks if (runs := plan_chunk(block, chunk, updates))]
-        return self._runtime.background.submit(self._update(block, plans))
-
-    async def _update(self, block: Block, plans: Sequence[tuple[ChunkHome, list[Run]]]) -> None:
-        staged: list[tuple[ChunkHome, list[Run]]] = []
         tasks: list[UpdateTask] = []
         for chunk, runs in plans:
             extents = self._in_memory(block, chunk)
             if extents is None:
-                staged.append((chunk, runs))
-            else:
-                tasks += _tasks(chunk, runs, extents)
-        work = [asyncio.ensure_future(self._kernel(tasks))] if tasks else []
+                return self._runtime.background.submit(self._update(block, plans))
+            tasks += _tasks(chunk, runs, extents)
+        # Nothing to move: one call in the kernel thread, without the event loop between.
+        return self._runtime.background.start_kernel(self._update_in_memory, block, tasks)
+
+    def _update_in_memory(self, block: Block, tasks: list[UpdateTask]) -> None:
+        array = (UpdateTask * len(tasks))(*tasks)
+        self._runtime.kernels.update(array, len(tasks), self._runtime.threads)
+        self._upload(block)
+
+    async def _update(self, block: Block, plans: Sequence[tuple[ChunkHome, list[Run]]]) -> None:
+        work = []
         async with self._turn:
-            for chunk, runs in staged:
+            for chunk, runs in plans:
                 slab = await self._runtime.staging_pool().acquire()
                 work.append(asyncio.ensure_future(self._update_staged(block, chunk, runs, slab)))
         await self._runtime.settle_or_fail(work)
+        self._upload(block)
+
+    def _upload(self, block: Block) -> None:
+        """The new weights must reach their home on the device."""
         if block.resident and block.device_plane is not block.plane:
-            assert block.device_plane is not None and block.plane is not None
+            assert block.device_plane is not None
+            assert block.plane is not None
             block.uploaded = self._runtime.device.copy_in(block.device_plane, block.plane)
             self._runtime.counters.bytes_copied_in += block.plane.numel()
 
