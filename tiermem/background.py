@@ -1,7 +1,8 @@
 """The one background thread: an asyncio event loop in which the pipelines run.
 
-What runs there must not block: I/O is awaited, kernels and waits for device events go to ``call``, a small thread pool in which they
-run without the GIL. Every job has its own future; whoever waits on it gets its exception. Nothing is drained.
+What runs there must not block: I/O is awaited, kernels and waits for device events go to ``call``, a small thread
+pool in which they run without the GIL. Every job has its own future; whoever waits on it gets its exception. Nothing
+is drained.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 block      parameters that move together because they are used together.
 root       the module whose forward uses a block; gathering hangs on its hooks.
-resident   small leftover parameters that belong to no block worth moving: they stay on the device, in blocks of their own.
+resident   small leftover parameters that belong to no block worth moving: they stay on the device, in blocks of their
+           own.
 
-Rules, in order: what ``Policy.blocks`` names; the children of every outermost ModuleList, ModuleDict and Sequential; then, among what is left,
-the largest subtrees that still fit a block, largest first; single modules otherwise. Every parameter belongs to exactly one block:
-a tied parameter to the first module that holds it, and the others gather that block too.
+Rules, in order: what ``Policy.blocks`` names; the children of every outermost ModuleList, ModuleDict and Sequential;
+then, among what is left, the largest subtrees that still fit a block, largest first; single modules otherwise. Every
+parameter belongs to exactly one block: a tied parameter to the first module that holds it, and the others gather that
+block too.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass
 class BlockSpec:
-    """A block to be: its root, the modules below it that it serves, the parameters (qualified name, parameter) that it owns."""
+    """A block to be: its root, the modules below it that it serves, the parameters (qualified name, parameter) that
+    it owns."""
 
     name: str
     root: nn.Module
@@ -41,7 +44,8 @@ class BlockSpec:
 def find_blocks(
     module: nn.Module, blocks: Sequence[Any] | None, *, block_bytes: int, resident_bytes: int
 ) -> list[BlockSpec]:
-    """Cut ``module``. Its integer and boolean parameters are left out: they are never trained, and placeholders need NaN.
+    """Cut ``module``. Its integer and boolean parameters are left out: they are never trained, and placeholders need
+    NaN.
 
     block_bytes: a subtree that no rule names is one block if it is at most this large.
     resident_bytes: cap on all resident leftovers together; leftovers beyond it become blocks.
@@ -96,7 +100,8 @@ def _named_roots(module: nn.Module, blocks: Sequence[Any]) -> list[tuple[str, nn
 
 
 def _container_children(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Children of the outermost containers. A container inside a container that is only a list has no forward: it is descended into."""
+    """Children of the outermost containers. A container inside a container that is only a list has no forward: it is
+    descended into."""
     found: dict[int, tuple[str, nn.Module]] = {}
     inside_list = isinstance(module, _CONTAINERS)
     for name, child in module.named_children():
@@ -121,7 +126,8 @@ def _subtree(root: nn.Module, name: str, stop: set[int]) -> Iterator[tuple[str, 
 def _leftovers(
     module: nn.Module, owned: set[nn.Parameter], stop: set[int], block_bytes: int
 ) -> list[tuple[str, nn.Module]]:
-    """The largest subtrees below ``module`` that hold unowned parameters, fit a block and enclose no root; largest first."""
+    """The largest subtrees below ``module`` that hold unowned parameters, fit a block and enclose no root; largest
+    first."""
     found: list[tuple[int, str, nn.Module]] = []
 
     def visit(name: str, part: nn.Module) -> None:
@@ -143,8 +149,8 @@ def _leftovers(
 def modules_by_use(module: nn.Module, specs: Sequence[BlockSpec]) -> list[tuple[nn.Module, str, list[int]]]:
     """Modules whose forward must gather, with their names and the indices of the blocks they use.
 
-    A root uses its own block and the blocks of tied parameters in the modules it serves; any other module that directly holds a
-    parameter (a tied head, say) uses that parameter's block.
+    A root uses its own block and the blocks of tied parameters in the modules it serves; any other module that
+    directly holds a parameter (a tied head, say) uses that parameter's block.
     """
     owner = {parameter: index for index, spec in enumerate(specs) for _, parameter in spec.parameters}
     names = {id(part): name for name, part in module.named_modules()}

@@ -1,12 +1,14 @@
 """Streams, events and copies: the only place that knows an accelerator.
 
-A device has one compute stream (torch's current one), one stream for copies in and one for copies out. An event marks a point of a
-stream; a copy may be told to start after one, the compute stream may be held until one, and the host may wait for one.
+A device has one compute stream (torch's current one), one stream for copies in and one for copies out. An event marks
+a point of a stream; a copy may be told to start after one, the compute stream may be held until one, and the host may
+wait for one.
 
 ``CpuDevice``        device memory is host memory: copies happen at once, events are always done.
 ``CudaDevice``       CUDA streams and events; host memory is page-locked with cudaHostRegister.
-``SimulatedDevice``  the discipline of an accelerator without one: "device memory" is memory of its own, copies run late, in threads,
-                     into buffers that hold poison until then. The same runtime code that drives CUDA is tested for missing waits.
+``SimulatedDevice``  the discipline of an accelerator without one: "device memory" is memory of its own, copies run
+                     late, in threads, into buffers that hold poison until then. The same runtime code that drives
+                     CUDA is tested for missing waits.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Device(ABC):
 
     @abstractmethod
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
-        """Start a copy host to device, not before ``after``. Both must stay alive and unchanged until the event is done."""
+        """Start a copy host to device, not before ``after``. Both must stay alive and unchanged until the event is
+        done."""
 
     @abstractmethod
     def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
@@ -76,9 +79,11 @@ class Device(ABC):
 
     def enter_thread(self) -> None:
         """Called first in every background thread."""
+        return
 
     def close(self) -> None:
         """End what the device owns."""
+        return
 
 
 def _nothing() -> None:
@@ -133,11 +138,12 @@ class CudaDevice(Device):
         with torch.cuda.stream(stream):
             if after is not None and after is not DONE:
                 stream.wait_event(after)  # type: ignore[arg-type]
-            # The buffers are the runtime's own and outlive the copy: no record_stream, no caching-allocator reuse to fear.
+            # The buffers are the runtime's own and outlive the copy: no record_stream, no caching-allocator reuse to
+            # fear.
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        return event  # type: ignore[no-any-return]
+        return event
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
         return self._copy(self._in, target, source, after)
@@ -148,7 +154,7 @@ class CudaDevice(Device):
     def mark(self) -> Event:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.torch_device))
-        return event  # type: ignore[no-any-return]
+        return event
 
     def hold(self, event: Event) -> None:
         if event is not DONE:
@@ -160,7 +166,8 @@ class CudaDevice(Device):
         status = int(runtime.cudaHostRegister(address, nbytes, 1))
         if status != 0:
             raise RuntimeError(
-                f"cudaHostRegister of {nbytes} bytes failed with CUDA error {status}: lower Memory(host=...) or raise the memlock limit"
+                f"cudaHostRegister of {nbytes} bytes failed with CUDA error {status}: lower Memory(host=...) or "
+                "raise the memlock limit"
             )
 
         def unpin() -> None:

@@ -1,8 +1,9 @@
 """Gather and release: when a block's weights are usable on the device.
 
-A block in place (home DEVICE, or HOST on a unified device) is gathered by pointing its parameters at the plane. Any other is loaded into a
-slot: by a copy from its HOST plane, or by swap-ins from DISK. Loads start early, in the order that the schedule expects, into slots
-that nobody needs sooner. A load waits for its own block's update, and for no other.
+A block in place (home DEVICE, or HOST on a unified device) is gathered by pointing its parameters at the plane. Any
+other is loaded into a slot: by a copy from its HOST plane, or by swap-ins from DISK. Loads start early, in the order
+that the schedule expects, into slots that nobody needs sooner. A load waits for its own block's update, and for no
+other.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from tiermem.background import Background
 from tiermem.device import DONE, Device
 from tiermem.interrupts import uninterrupted
 from tiermem.planes import Block
-from tiermem.policy import Tier
 from tiermem.report import Counters
 from tiermem.schedule import Schedule
 from tiermem.slab import SlabPool
 from tiermem.slots import Slot, SlotPool
+from tiermem.transfer import bytes_of
 
 
 class Gathering:
@@ -49,11 +50,13 @@ class Gathering:
         self._soft: list[Block] = []  # gathered without a hold, to be released at the end of forward or backward
 
     def begin(self, *, training: bool) -> None:
-        """An outermost forward, or a backward, begins. A forward without gradients is a round of its own, with its own schedule."""
+        """An outermost forward, or a backward, begins. A forward without gradients is a round of its own, with its
+        own schedule."""
         self._schedule = self.training if training else self.inference
 
     def gather(self, block: Block, *, hold: bool) -> None:
-        """Make the block's weights usable. With ``hold`` they stay so until ``release``; without, until their slot is wanted."""
+        """Make the block's weights usable. With ``hold`` they stay so until ``release``; without, until their slot is
+        wanted."""
         if not block.gathered:
             self._schedule.note(block.index)
             if block.device_plane is not None:
@@ -67,7 +70,8 @@ class Gathering:
             block.holds += 1
 
     def release(self, block: Block, *, keep: bool) -> None:
-        """End one hold; after the last the parameters are placeholders, unless ``keep``: backward goes on needing them."""
+        """End one hold; after the last the parameters are placeholders, unless ``keep``: backward goes on needing
+        them."""
         if block.holds <= 0:
             raise AssertionError(f"block {block.name} released without a hold")
         block.holds -= 1
@@ -248,7 +252,7 @@ class Gathering:
         target = slot.buffer[layout.weight_offset : layout.weight_offset + layout.weight_bytes]
         if self._device.unified:
             if record.valid:
-                await record.swap_in(memoryview(target.numpy()))
+                await record.swap_in(bytes_of(target))
             else:
                 target.zero_()
             slot.loaded = DONE

@@ -1,15 +1,17 @@
 """Gradients: where they go as they are produced, the handles that stand for them, and their norms.
 
 arrival    autograd has finished one parameter's gradient; it leaves ``p.grad`` for the runtime at once.
-handle     what ``p.grad`` is afterwards: a tensor without data that answers norms and in-place scaling from what is known, so that
-           ``torch.nn.utils.clip_grad_norm_`` costs nothing; any other operation fetches the real gradient.
+handle     what ``p.grad`` is afterwards: a tensor without data that answers norms and in-place scaling from what is
+           known, so that ``torch.nn.utils.clip_grad_norm_`` costs nothing; any other operation fetches the real
+           gradient.
 narrow / wide  a gradient plane in the parameters' dtype, or in fp32 for sums over micro-batches.
 direct     gradients of the block go straight to its HOST plane (unified device).
-staged     gradients go to a gradient slot on the device; when the block's last one has come, the slot is *flushed* to HOST or DISK.
+staged     gradients go to a gradient slot on the device; when the block's last one has come, the slot is *flushed* to
+           HOST or DISK.
 
-What ``p.grad`` is tells what the plane holds: a live handle, and the plane has that parameter's gradient; ``None``, and the next arrival
-starts afresh. Sums of squares are taken in the pass that writes a gradient, piece by piece (see layout.py), so norms cost no extra pass and do
-not depend on where gradients rest.
+What ``p.grad`` is tells what the plane holds: a live handle, and the plane has that parameter's gradient; ``None``,
+and the next arrival starts afresh. Sums of squares are taken in the pass that writes a gradient, piece by piece (see
+layout.py), so norms cost no extra pass and do not depend on where gradients rest.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +33,7 @@ from tiermem.kernels.abi import F32, AccumulateTask
 from tiermem.layout import PAGE_BYTES, GradientPlane, round_up
 from tiermem.planes import TRAINABLE_CODES, Block, ChunkHome, Held, held_of
 from tiermem.policy import Tier
+from tiermem.transfer import bytes_of
 
 if TYPE_CHECKING:
     from tiermem.runtime import Runtime
@@ -41,8 +44,8 @@ aten = torch.ops.aten
 class GradientHandle(torch.Tensor):
     """Stands for one parameter's gradient. Shape, dtype and device are the parameter's; the data is the runtime's.
 
-    ``factor`` multiplies the stored gradient; ``zeroed`` says that it counts as zero; ``shown`` is the real gradient, once somebody has taken a
-    view of it: from then on it, and not what is stored, is the gradient.
+    ``factor`` multiplies the stored gradient; ``zeroed`` says that it counts as zero; ``shown`` is the real gradient,
+    once somebody has taken a view of it: from then on it, and not what is stored, is the gradient.
     """
 
     held: Held
@@ -53,22 +56,22 @@ class GradientHandle(torch.Tensor):
     @staticmethod
     def __new__(cls, held: Held) -> GradientHandle:
         parameter = held.parameter
-        handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        handle = torch.Tensor._make_wrapper_subclass(
             cls, held.size, strides=held.stride, dtype=held.dtype, device=parameter.device
         )
         handle.held = held
         handle.factor = 1.0
         handle.zeroed = False
         handle.shown = None
-        return cast(GradientHandle, handle)
+        return handle
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradientHandle({self.held.name}, shape={self.held.size}, dtype={self.dtype})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -237,7 +240,8 @@ class BlockGradients:
         self._tasks: dict[Held, Any] = {}
 
     def task(self, held: Held) -> Any:
-        """The accumulate task (array of one) that writes ``held``'s gradient into the plane; its source is the caller's."""
+        """The accumulate task (array of one) that writes ``held``'s gradient into the plane; its source is the
+        caller's."""
         tasks = self._tasks.get(held)
         if tasks is None:
             tasks = (AccumulateTask * 1)()
@@ -330,7 +334,8 @@ class Gradients:
         block = held.block
         if not (block.touched or block.gathered):
             raise RuntimeError(
-                f"a gradient arrived for {held.name}, but its block {block.name} was not gathered: the parameter was read outside "
+                f"a gradient arrived for {held.name}, but its block {block.name} was not gathered: the parameter was "
+                "read outside "
                 "its module's forward, where it is a placeholder full of NaN. Read it inside `with tiermem.gather(...)`"
             )
         gradients = block.gradients
@@ -385,7 +390,8 @@ class Gradients:
         slot.arrivals[held] = factor
 
     def _wait_for_slot(self) -> None:
-        """Return when a slot is free: flush what is open, if nothing is on its way, and wait for the flush that began first."""
+        """Return when a slot is free: flush what is open, if nothing is on its way, and wait for the flush that began
+        first."""
         while not self._free:
             flushing = [block for block in self._runtime.blocks if block.gradients.flush is not None]
             if not flushing:
@@ -464,7 +470,8 @@ class Gradients:
     async def _flush_to_host(
         self, block: Block, slot: GradientSlot, chunk: ChunkHome, plan: list[_Arrival], ready: Event
     ) -> None:
-        """Device slot to the HOST plane: at once where the plane takes the bytes as they are, through a staging slab where they are summed."""
+        """Device slot to the HOST plane: at once where the plane takes the bytes as they are, through a staging slab
+        where they are summed."""
         gradients, layout = block.gradients, chunk.layout
         source = self._in_slot(block, slot, chunk)
         dtype = _dtype(block, chunk)
@@ -504,7 +511,7 @@ class Gradients:
         assert chunk.gradient is not None
         if fresh and self._device.unified:
             chunk.gradient_is_wide = False
-            await chunk.gradient.swap_out(memoryview(source.numpy()))
+            await chunk.gradient.swap_out(bytes_of(source))
             return
         async with self._runtime.staging_pool().loan() as slab:
             # [source, narrow | what was stored | the result]
@@ -561,7 +568,8 @@ class Gradients:
             )
 
     def widen(self, block: Block) -> None:
-        """Give the block an fp32 gradient plane in HOST, keeping the gradients it has. Once per block; afterwards the plane stays wide."""
+        """Give the block an fp32 gradient plane in HOST, keeping the gradients it has. Once per block; afterwards the
+        plane stays wide."""
         self._settle(block)
         block.wait_update()
         self.remake_plane(block, wide=True)
@@ -654,7 +662,8 @@ class Gradients:
         return handle.zeroed or math.isfinite(handle.factor * float(handle.held.partials.sum()))
 
     def fetch(self, handle: GradientHandle, *, summed: bool = False) -> torch.Tensor:
-        """The real gradient, in the parameter's shape and on its device; in the parameter's dtype, or in fp32 as it is summed."""
+        """The real gradient, in the parameter's shape and on its device; in the parameter's dtype, or in fp32 as it
+        is summed."""
         handle = self.current(handle)
         held = handle.held
         self._settle(held.block)

@@ -1,14 +1,17 @@
 """When a block is gathered and released: the hooks on the model's modules.
 
 unit       a module whose forward gathers blocks; the model itself is one, with or without blocks of its own.
-access     a parameter read by attribute outside its own unit (by a parent module, say): its block is gathered softly, until the slot is wanted.
+access     a parameter read by attribute outside its own unit (by a parent module, say): its block is gathered softly,
+           until the slot is wanted.
 
-Forward    pre-hook: gather, prefetch what follows; hook: release, and arrange to be called when a gradient reaches the outputs.
-Backward   that call gathers again, before anything of the module is differentiated or recomputed. Tensors that autograd saved and that view a
-           weight were packed as (block, offset, size, stride) and are unpacked by gathering, so no weight stays behind for backward.
+Forward    pre-hook: gather, prefetch what follows; hook: release, and arrange to be called when a gradient reaches
+           the outputs.
+Backward   that call gathers again, before anything of the module is differentiated or recomputed. Tensors that
+           autograd saved and that view a weight were packed as (block, offset, size, stride) and are unpacked by
+           gathering, so no weight stays behind for backward.
 
-The post-accumulate hooks of gradients.py release a block when its last gradient has come. ``full_backward_hook`` is not used: it can fire before
-the gradients exist.
+The post-accumulate hooks of gradients.py release a block when its last gradient has come. ``full_backward_hook`` is
+not used: it can fire before the gradients exist.
 """
 
 from __future__ import annotations
@@ -27,13 +30,14 @@ from tiermem.planes import Block, held_of, refuse_copy
 from tiermem.policy import Tier
 from tiermem.runtime import Runtime
 
-_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
-_top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+_top_hooks: Callable[[bool], tuple[Any, Any] | None] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A saved view of a block's weights. ``outer``: what the hooks around ours made of a stand-in, if there were any."""
+    """A saved view of a block's weights. ``outer``: what the hooks around ours made of a stand-in, if there were
+    any."""
 
     block: Block
     dtype: torch.dtype
@@ -44,7 +48,8 @@ class _Packed:
 
 
 class SavedTensors:
-    """Keeps views of weights out of autograd's graph. Composes with hooks around it (activation checkpointing, save_on_cpu)."""
+    """Keeps views of weights out of autograd's graph. Composes with hooks around it (activation checkpointing,
+    save_on_cpu)."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -59,27 +64,24 @@ class SavedTensors:
     def push(self) -> bool:
         """Put these hooks on top, unless they are. Returns whether ``pop`` is owed."""
         outer = _top_hooks(True)
-        if (
-            outer is not None
-            and getattr(outer[0], "__self__", None) is not None
-            and isinstance(outer[0].__self__, _Layer)
-        ):
-            if outer[0].__self__.saved is self:
-                return False
+        if self._is_own(outer):
+            return False
         layer = _Layer(self, outer)
-        torch._C._autograd._push_saved_tensors_default_hooks(layer.pack, layer.unpack)  # type: ignore[attr-defined]
+        torch._C._autograd._push_saved_tensors_default_hooks(layer.pack, layer.unpack)
         return True
 
     def pop_leftovers(self) -> None:
         """Take off what an interrupted forward left on top."""
-        while (top := _top_hooks(True)) is not None and isinstance(getattr(top[0], "__self__", None), _Layer):
-            if top[0].__self__.saved is not self:
-                return
+        while self._is_own(_top_hooks(True)):
             self.pop()
+
+    def _is_own(self, hooks: tuple[Any, Any] | None) -> bool:
+        layer = getattr(hooks[0], "__self__", None) if hooks is not None else None
+        return isinstance(layer, _Layer) and layer.saved is self
 
     @staticmethod
     def pop() -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
+        torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def view(self, packed: _Packed) -> torch.Tensor:
         """The saved view again, of the block's weights as they are gathered now."""
@@ -105,7 +107,8 @@ class SavedTensors:
         if block is None and address in self._placeholders and tensor.numel() and not tensor.is_meta:
             name = self._placeholders[address]
             raise RuntimeError(
-                f"{name} was read while its block is not gathered, so it is a placeholder full of NaN: read it in its own module's forward, or "
+                f"{name} was read while its block is not gathered, so it is a placeholder full of NaN: read it in "
+                "its own module's forward, or "
                 "inside `with tiermem.gather(...)`"
             )
         return block
@@ -116,6 +119,8 @@ class _Layer:
 
     def __init__(self, saved: SavedTensors, outer: tuple[Any, Any] | None) -> None:
         self.saved = saved
+        self._outer_pack: Callable[[Any], Any] | None
+        self._outer_unpack: Callable[[Any], Any] | None
         self._outer_pack, self._outer_unpack = outer if outer is not None else (None, None)
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -127,7 +132,7 @@ class _Layer:
             # The hooks around ours count on every tensor; they get one that looks the same and holds nothing.
             outer = self._outer_pack(torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape))
         return _Packed(
-            block, tensor.dtype, tensor.storage_offset(), tuple(tensor.size()), tuple(tensor.stride()), outer
+            block, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.size()), tuple(tensor.stride()), outer
         )
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -224,7 +229,8 @@ class Unit:
         return output
 
     def _detached_from_slots(self, output: Any) -> Any:
-        """An output that views a weight (a module that returns its parameter) must outlive the slot: it becomes a copy."""
+        """An output that views a weight (a module that returns its parameter) must outlive the slot: it becomes a
+        copy."""
         by_address = self._runtime.gathering.slots.by_address
         if not by_address:
             return output
@@ -348,7 +354,7 @@ class Installed:
             self._handles.append(part.register_forward_hook(unit.after_forward, always_call=True))
         for part in module.modules():
             if any(parameter is not None and held_of(parameter) is not None for parameter in part._parameters.values()):
-                part._parameters = ParameterAccess(part._parameters, runtime)  # type: ignore[assignment]
+                part._parameters = ParameterAccess(part._parameters, runtime)
                 self._dicts.append(part)
 
     def remove(self) -> None:

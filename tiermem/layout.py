@@ -9,8 +9,9 @@ extent   the bytes of a chunk's optimizer state: ``[residual | exp_avg | exp_avg
 piece    4096 elements of a section: the unit of a gradient norm's partial sums, so that the sum of squares of a
          parameter does not depend on how its section is cut in chunks.
 
-A section starts on a page and is padded to whole pages, so any chunk of it can be moved by direct I/O. Parameters start on
-64 bytes: the alignment of a torch allocation, hence the same code paths in the libraries that compute with them.
+A section starts on a page and is padded to whole pages, so any chunk of it can be moved by direct I/O. Parameters
+start on 64 bytes: the alignment of a torch allocation, hence the same code paths in the libraries that compute with
+them.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ class Chunk:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of ``[residual | exp_avg | exp_avg_sq]``, whole pages; the residual stands at offset 0 if there is one."""
+        """Bytes of ``[residual | exp_avg | exp_avg_sq]``, whole pages; the residual stands at offset 0 if there is
+        one."""
         return round_up(self.exp_avg_sq_offset + 4 * self.numel, PAGE_BYTES)
 
 

@@ -1,7 +1,7 @@
 """Budgets and host memory: who owns which bytes.
 
-``Memory`` is what the user grants; a ``Budget`` is one tier's share of it while a runtime lives; a ``Region`` is host memory
-taken from a budget once, in one mapping, and carved into planes.
+``Memory`` is what the user grants; a ``Budget`` is one tier's share of it while a runtime lives; a ``Region`` is host
+memory taken from a budget once, in one mapping, and carved into planes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Pin = Callable[[int, int], Callable[[], None]]
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes of ``123`` or of ``"20GiB"``, ``"1.5 TB"``, ``"512M"`` (K, M, G, T, P and KiB ... are powers of 1024, KB ... of 1000)."""
+    """Bytes of ``123`` or of ``"20GiB"``, ``"1.5 TB"``, ``"512M"`` (K, M, G, T, P and KiB ... are powers of 1024, KB
+    ... of 1000)."""
     if isinstance(value, int) and not isinstance(value, bool):
         number, unit = float(value), ""
         exact = value
@@ -124,8 +125,10 @@ class Budget:
         """Errors: ``ValueError`` naming what for, the bytes needed and present, and the remedy."""
         if nbytes > self.free_bytes:
             raise ValueError(
-                f"{what} needs {format_bytes(nbytes)} of {self.tier.value} memory, but {format_bytes(self.free_bytes)} of the "
-                f"budget of {format_bytes(self.limit_bytes)} are free ({nbytes} and {self.free_bytes} bytes): {self._remedy}"
+                f"{what} needs {format_bytes(nbytes)} of {self.tier.value} memory, but "
+                f"{format_bytes(self.free_bytes)} of the "
+                f"budget of {format_bytes(self.limit_bytes)} are free ({nbytes} and {self.free_bytes} bytes): "
+                f"{self._remedy}"
             )
         self.used_bytes += nbytes
 

@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -32,17 +32,20 @@ def offload(
     policy: Policy | None = None,
     device: torch.device | str | Device | None = None,
 ) -> M:
-    """Move the weights, gradients and optimizer state of ``module`` into memory tiers; train or infer with it as before.
+    """Move the weights, gradients and optimizer state of ``module`` into memory tiers; train or infer with it as
+    before.
 
     memory: budgets of the tiers; default: what is free, and no DISK tier.
     policy: choices; every field has a good default.
     device: the accelerator to compute on; default: the current one, else the CPU.
 
-    Returns the same module object. Its parameters are the same objects too, so an optimizer may be built before or after. Outside their modules'
-    forward they hold placeholders (NaN): use ``tiermem.gather`` to read them. Parameters on the meta device are taken over as zeros, to be filled with
-    ``load_state_dict`` or under ``gather(..., write=True)``. Buffers are moved to the device and stay there.
+    Returns the same module object. Its parameters are the same objects too, so an optimizer may be built before or
+    after. Outside their modules' forward they hold placeholders (NaN): use ``tiermem.gather`` to read them.
+    Parameters on the meta device are taken over as zeros, to be filled with ``load_state_dict`` or under
+    ``gather(..., write=True)``. Buffers are moved to the device and stay there.
 
-    Errors: ``ValueError`` naming the parameter, budget or choice that does not work, and the remedy; ``OSError`` naming the disk directory.
+    Errors: ``ValueError`` naming the parameter, budget or choice that does not work, and the remedy; ``OSError``
+    naming the disk directory.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"tiermem.offload takes a torch.nn.Module, not {type(module).__name__}")
@@ -105,13 +108,15 @@ def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs
             held = held_of(parameter)
             if held is not None and parameter.grad is not None:
                 raise RuntimeError(
-                    f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update {held.name}, which tiermem.offload holds: "
+                    f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot update {held.name}, which "
+                    "tiermem.offload holds: "
                     "use tiermem.AdamW or tiermem.Adam instead"
                 )
 
 
 class _Guard:
-    """Stands for ``module._apply``, which ``.to()``, ``.half()``, ``.cuda()`` go through. A move that changes nothing is allowed."""
+    """Stands for ``module._apply``, which ``.to()``, ``.half()``, ``.cuda()`` go through. A move that changes nothing
+    is allowed."""
 
     def __init__(self, runtime: Runtime, part: nn.Module) -> None:
         self._runtime = runtime
@@ -125,8 +130,10 @@ class _Guard:
             after = function(probe)
             if after is not probe or (after.device.type == "cpu" and after.is_shared()):
                 raise RuntimeError(
-                    f"{type(part).__name__} is offloaded: its parameters cannot be replaced ({after.dtype} on {after.device}). Convert the model before "
-                    "tiermem.offload, or use Policy(compute_dtype=...) and offload(device=...), or call tiermem.close(model) first"
+                    f"{type(part).__name__} is offloaded: its parameters cannot be replaced ({after.dtype} on "
+                    f"{after.device}). Convert the model before "
+                    "tiermem.offload, or use Policy(compute_dtype=...) and offload(device=...), or call "
+                    "tiermem.close(model) first"
                 )
         return part
 
@@ -138,8 +145,8 @@ class _Guard:
 
 
 class _Saving:
-    """state_dict post-hook: the real values. What rests in HOST is shown in place; what rests on DISK goes to an unnamed
-    file there, mapped, so that saving a model larger than memory takes no memory."""
+    """state_dict post-hook: the real values. What rests in HOST is shown in place; what rests on DISK goes to an
+    unnamed file there, mapped, so that saving a model larger than memory takes no memory."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -159,7 +166,8 @@ class _Saving:
 
 
 def mapped_tensor(runtime: Runtime, held: Held, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor of the parameter's shape, in an unnamed file on the runtime's disk if it has one, else in memory."""
+    """An uninitialised tensor of the parameter's shape, in an unnamed file on the runtime's disk if it has one, else
+    in memory."""
     if runtime.store is None or not held.numel:
         return torch.empty_strided(held.size, held.stride, dtype=dtype)
     with tempfile.TemporaryDirectory(prefix="values-", dir=runtime.store.directories[0]) as directory:
@@ -169,7 +177,8 @@ def mapped_tensor(runtime: Runtime, held: Held, dtype: torch.dtype) -> torch.Ten
 
 
 class _Loading:
-    """Lets ``load_state_dict`` work on placeholders: real tensors stand in while a module loads, and their values are taken over afterwards."""
+    """Lets ``load_state_dict`` work on placeholders: real tensors stand in while a module loads, and their values are
+    taken over afterwards."""
 
     def __init__(self, runtime: Runtime, held: dict[str, weakref.ref[Held]]) -> None:
         self._runtime = runtime
@@ -200,9 +209,11 @@ class _Loading:
                 continue
             if local_metadata.get("assign_to_params_buffers"):
                 raise RuntimeError(
-                    f"load_state_dict(assign=True) would replace {held.name}, which is offloaded: load with assign=False"
+                    f"load_state_dict(assign=True) would replace {held.name}, which is offloaded: load with "
+                    "assign=False"
                 )
-            # fp32 values keep their low halves as residuals: they are copied into an fp32 tensor, not rounded on the way.
+            # fp32 values keep their low halves as residuals: they are copied into an fp32 tensor, not rounded on the
+            # way.
             dtype = torch.float32 if held.split and held.parameter.requires_grad else held.dtype
             parameter.data = torch.empty_strided(held.size, held.stride, dtype=dtype, device=parameter.device)
             self._loaded.append(held)
@@ -243,13 +254,14 @@ def gather(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: boo
     """Inside, the parameters hold their real values, outside forward too.
 
     target: a module (all its parameters), a parameter, or several.
-    write: changes made inside become the new values. A changed value is its own fp32 master; an unchanged one keeps the master it had.
-    Cost: memory for the gathered parameters (twice with ``write``), until the end of the block. Updates in flight for them are waited for.
+    write: changes made inside become the new values. A changed value is its own fp32 master; an unchanged one keeps
+    the master it had. Cost: memory for the gathered parameters (twice with ``write``), until the end of the block.
+    Updates in flight for them are waited for.
     """
     if isinstance(target, nn.Module):
         parameters = list(target.parameters())
     elif isinstance(target, torch.Tensor):
-        parameters = [target]
+        parameters = [cast(nn.Parameter, target)]
     else:
         parameters = list(target)
     held = [one for parameter in parameters if (one := held_of(parameter)) is not None]
@@ -286,8 +298,9 @@ def report(module: nn.Module) -> Report:
 
 
 def close(module: nn.Module) -> None:
-    """End the runtime and give every byte back: ``module`` is a plain PyTorch module with the current weights (fp32 masters where
-    ``compute_dtype`` split them). Optimizer states go with the runtime: take ``optimizer.state_dict()`` first if they matter. Works after errors too."""
+    """End the runtime and give every byte back: ``module`` is a plain PyTorch module with the current weights (fp32
+    masters where ``compute_dtype`` split them). Optimizer states go with the runtime: take ``optimizer.state_dict()``
+    first if they matter. Works after errors too."""
     surface: Surface | None = getattr(module, _ATTRIBUTE, None)
     if surface is None:
         return

@@ -1,7 +1,9 @@
-"""Deciding where everything rests, before anything moves: homes for every block, sizes of slots, slabs and chunks, within the budgets.
+"""Deciding where everything rests, before anything moves: homes for every block, sizes of slots, slabs and chunks,
+within the budgets.
 
-Order of preference for scarce HOST memory, by traffic saved per byte and step: weights (three bytes moved per byte), then gradients and states (two).
-Every decision is a function of sizes and budgets alone, so it can be made for a model that is not there.
+Order of preference for scarce HOST memory, by traffic saved per byte and step: weights (three bytes moved per byte),
+then gradients and states (two). Every decision is a function of sizes and budgets alone, so it can be made for a
+model that is not there.
 """
 
 from __future__ import annotations
@@ -194,7 +196,8 @@ def _choose_slots(plans: list[BlockPlan], nesting: int, unified: bool, device: B
     nbytes = largest.layout.weight_bytes
     device.take(
         count * nbytes,
-        f"{count} weight slot{'s' if count > 1 else ''} for the largest block, {largest.name} ({format_bytes(nbytes)}),",
+        f"{count} weight slot{'s' if count > 1 else ''} for the largest block, {largest.name} "
+        f"({format_bytes(nbytes)}),",
     )
     return nbytes, count
 
@@ -223,6 +226,7 @@ def _grow_slots(plans: list[BlockPlan], slot_bytes: int, count: int, unified: bo
 
 
 def extent_class(nbytes: int) -> int:
-    """Extents are equal within a kind; a kind is a size class, so that blocks of many sizes need few kinds and waste at most an eighth."""
+    """Extents are equal within a kind; a kind is a size class, so that blocks of many sizes need few kinds and waste
+    at most an eighth."""
     step = max(PAGE_BYTES, 1 << max(0, nbytes.bit_length() - 4))
     return round_up(nbytes, step)

@@ -1,8 +1,9 @@
 """What the runtime holds: parameters, blocks, and where each plane of a block rests.
 
-held      a parameter whose values the runtime owns; the ``nn.Parameter`` itself points at a view of them while its block is gathered,
-          and at a placeholder otherwise.
-placeholder  ``full((1,), nan).expand(shape)``: right shape, dtype and device, 4 bytes; a write raises, a read gives NaN.
+held      a parameter whose values the runtime owns; the ``nn.Parameter`` itself points at a view of them while its
+          block is gathered, and at a placeholder otherwise.
+placeholder  ``full((1,), nan).expand(shape)``: right shape, dtype and device, 4 bytes; a write raises, a read gives
+             NaN.
 resident  a block whose home is the DEVICE: its parameters stay usable between uses.
 """
 
@@ -149,7 +150,8 @@ class Block:
     gathered: bool = False
     """The parameters point at real values."""
     read_in_backward: bool = False
-    """Something read a parameter by attribute during backward (a recompute): autograd may hold the parameters themselves."""
+    """Something read a parameter by attribute during backward (a recompute): autograd may hold the parameters
+    themselves."""
     touched: bool = False
     """Gathered since the last optimizer step: a gradient for it is no surprise."""
     holds: int = 0
@@ -186,7 +188,8 @@ class Block:
         return sum(held.numel for held in self.held)
 
     def make_placeholders(self, device: torch.device) -> None:
-        """One NaN for each parameter, in storages of their own that lie side by side: a write to any of them is seen at little cost."""
+        """One NaN for each parameter, in storages of their own that lie side by side: a write to any of them is seen
+        at little cost."""
         size = 8
         self._placeholders = bytearray(size * len(self.held))
         for index, held in enumerate(self.held):

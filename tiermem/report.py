@@ -67,7 +67,8 @@ class Report:
         for tier, nbytes in self.bytes_resident.items():
             lines.append(f"{tier.name} holds {format_bytes(nbytes)}")
         lines.append(
-            f"disk: {format_bytes(self.bytes_read)} read, {format_bytes(self.bytes_written)} written ({self.engine or 'unused'})"
+            f"disk: {format_bytes(self.bytes_read)} read, {format_bytes(self.bytes_written)} written "
+            f"({self.engine or 'unused'})"
         )
         lines.append(
             f"device: {format_bytes(self.bytes_copied_in)} copied in, {format_bytes(self.bytes_copied_out)} copied out"

@@ -1,7 +1,7 @@
 """One model's runtime: it owns the planes, the budgets, the background thread, and the state of the training step.
 
-The parts do the work (gathering.py, gradients.py, update.py, values.py); this joins them and keeps what concerns all of them: what has
-failed, which phase runs, and what must be given back.
+The parts do the work (gathering.py, gradients.py, update.py, values.py); this joins them and keeps what concerns all
+of them: what has failed, which phase runs, and what must be given back.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ class Runtime:
         )
         for directory in memory.directories:
             check_directory(directory)
-        disk_remedy = "raise Memory(host=...), or let more rest on disk: Memory(disk=...) with Policy(weights='auto', states='auto')"
+        disk_remedy = (
+            "raise Memory(host=...), or let more rest on disk: Memory(disk=...) with "
+            "Policy(weights='auto', states='auto')"
+        )
         self.host_budget = Budget(Tier.HOST, memory.host_bytes(), disk_remedy)
         self.kernels = kernel_library.load(policy.kernels)
         self.threads = policy.threads or available_cores()
@@ -120,7 +123,8 @@ class Runtime:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and not parameter.is_floating_point():
                 raise ValueError(
-                    f"{name} is trainable and has dtype {parameter.dtype}: tiermem trains torch.bfloat16 and torch.float32"
+                    f"{name} is trainable and has dtype {parameter.dtype}: tiermem trains torch.bfloat16 and "
+                    "torch.float32"
                 )
         for spec in specs:
             for name, parameter in spec.parameters:
@@ -128,7 +132,8 @@ class Runtime:
                     raise ValueError(f"{name} is already held by another runtime: tiermem.close() that model first")
                 if parameter.requires_grad and parameter.dtype not in TRAINABLE_CODES:
                     raise ValueError(
-                        f"{name} is trainable and has dtype {parameter.dtype}: tiermem trains torch.bfloat16 and torch.float32; "
+                        f"{name} is trainable and has dtype {parameter.dtype}: tiermem trains torch.bfloat16 and "
+                        "torch.float32; "
                         "convert the model before tiermem.offload, or freeze the parameter with requires_grad_(False)"
                     )
                 if parameter.is_sparse:
@@ -190,7 +195,8 @@ class Runtime:
         limit = self.memory.disk_size
         if isinstance(limit, int) and needed > limit:
             raise ValueError(
-                f"the planes on DISK need {needed} bytes, Memory(disk_size=...) grants {limit}: raise it, or Memory(host=...)"
+                f"the planes on DISK need {needed} bytes, Memory(disk_size=...) grants {limit}: raise it, or "
+                "Memory(host=...)"
             )
         for (kind, nbytes), count in counts.items():
             self.store.reserve(f"{kind}-{nbytes}", nbytes, count)
@@ -273,7 +279,8 @@ class Runtime:
         self.watch_trainable(block)
 
     def watch_trainable(self, block: Block) -> None:
-        """Hook the arrival of gradients of parameters that require one; make room for those that were frozen until now."""
+        """Hook the arrival of gradients of parameters that require one; make room for those that were frozen until
+        now."""
         for held in block.held:
             parameter = held.parameter
             if held.hook is None and parameter.requires_grad:
@@ -290,7 +297,8 @@ class Runtime:
         block = held.block
         if held.dtype not in TRAINABLE_CODES:
             raise ValueError(
-                f"{held.name} has dtype {held.dtype} and cannot be trained: tiermem trains torch.bfloat16 and torch.float32"
+                f"{held.name} has dtype {held.dtype} and cannot be trained: tiermem trains torch.bfloat16 and "
+                "torch.float32"
             )
         block.wait_update()
         self.gradients.settle()
@@ -363,7 +371,8 @@ class Runtime:
             raise RuntimeError("this model's tiermem runtime was closed")
 
     def failed(self, error: BaseException) -> None:
-        """An update was lost: the states on both sides of it no longer belong together, so the runtime can only be closed."""
+        """An update was lost: the states on both sides of it no longer belong together, so the runtime can only be
+        closed."""
         if self.error is None:
             self.error = error
 
@@ -380,7 +389,7 @@ class Runtime:
             return
         self.in_backward = True
         self.gathering.begin(training=True)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self.in_backward = False
@@ -391,7 +400,8 @@ class Runtime:
             self.gathering.release_soft()
 
     def reset_phase(self) -> None:
-        """A forward or backward that was interrupted leaves no hook or callback behind: the next forward starts clean."""
+        """A forward or backward that was interrupted leaves no hook or callback behind: the next forward starts
+        clean."""
         if self.forward_depth and self.forward_frame is not None and self.forward_frame.f_back is None:
             # The outermost forward's frame has ended and its hook has not been called: Ctrl-C.
             self.forward_depth, self.forward_frame = 0, None
@@ -419,7 +429,8 @@ class Runtime:
         return next((handle.held for handle in handles if not self.gradients.finite(handle)), None)
 
     def step(self, parameters: Sequence[tuple[Held, GradientHandle, Any]], scalars: Any) -> None:
-        """Hand the updates of these parameters to the background. ``scalars(held, handle, group)`` gives their hyperparameters."""
+        """Hand the updates of these parameters to the background. ``scalars(held, handle, group)`` gives their
+        hyperparameters."""
         self.check()
         self.gradients.settle()
         by_block: dict[Block, ParameterUpdates] = {}
@@ -457,8 +468,10 @@ class Runtime:
         if not self._warned_nonfinite:
             self._warned_nonfinite = True
             warnings.warn(
-                f"the gradient of {culprit} is not finite: this step changes nothing. (Counted in tiermem.report; said once. If the "
-                "loss reads a parameter outside its module's forward, read it under tiermem.gather. Policy(skip_nonfinite=False) updates anyway.)",
+                f"the gradient of {culprit} is not finite: this step changes nothing. (Counted in tiermem.report; "
+                "said once. If the "
+                "loss reads a parameter outside its module's forward, read it under tiermem.gather. "
+                "Policy(skip_nonfinite=False) updates anyway.)",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -503,7 +516,8 @@ class Runtime:
     # The end.
 
     def close(self) -> None:
-        """Put the current weights back into plain parameters and give everything back. What cannot be read any more becomes NaN, with a warning."""
+        """Put the current weights back into plain parameters and give everything back. What cannot be read any more
+        becomes NaN, with a warning."""
         if self.closed:
             return
         for block in self.blocks:
@@ -547,7 +561,8 @@ class Runtime:
             parameter.grad = gradient.to(parameter.dtype)
 
     def _abandon(self) -> None:
-        """Give back threads, memory and files. Parameters taken over before a failed construction get their values back."""
+        """Give back threads, memory and files. Parameters taken over before a failed construction get their values
+        back."""
         for block in self.blocks:
             for held in block.held:
                 if getattr(held.parameter, "_tiermem_held", None) is held:

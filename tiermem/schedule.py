@@ -1,8 +1,8 @@
 """The order in which blocks are needed: recorded as it happens, replayed to say what comes next. Pure Python, no torch.
 
-One *round* is everything from one optimizer step to the next. The first round is recorded; afterwards each gather is looked up
-in the last complete round, and what followed it there is expected to follow it now. A round that takes another order is only slower:
-the position is found again at the next gather that the recording knows.
+One *round* is everything from one optimizer step to the next. The first round is recorded; afterwards each gather is
+looked up in the last complete round, and what followed it there is expected to follow it now. A round that takes
+another order is only slower: the position is found again at the next gather that the recording knows.
 """
 
 from __future__ import annotations

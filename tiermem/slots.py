@@ -1,7 +1,7 @@
 """Weight slots: the fixed device buffers that gathered blocks stand in.
 
-A slot holds one block's weight plane, or is loading it, or is free. A slot whose block has been released keeps its bytes: the block can be
-gathered again at no cost until the slot is taken for another one.
+A slot holds one block's weight plane, or is loading it, or is free. A slot whose block has been released keeps its
+bytes: the block can be gathered again at no cost until the slot is taken for another one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from tiermem.device import DONE, Device, Event
 from tiermem.planes import Block
 
-_use_count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_use_count = torch._C._storage_Use_Count
 
 
 class Slot:
@@ -62,7 +62,8 @@ class Slot:
 
 
 class SlotPool:
-    """A fixed number of slots. ``take`` chooses the one whose loss costs least; at the bound it raises, naming what holds them."""
+    """A fixed number of slots. ``take`` chooses the one whose loss costs least; at the bound it raises, naming what
+    holds them."""
 
     def __init__(self, device: Device, nbytes: int, count: int) -> None:
         self.nbytes = nbytes
@@ -100,7 +101,8 @@ class SlotPool:
             reasons.append(f"{', '.join(held)} {'is' if len(held) == 1 else 'are'} in use by running forwards")
         if viewed:
             reasons.append(
-                f"a view of a parameter of {', '.join(viewed)} outlives its block's forward (clone it, or read it under tiermem.gather)"
+                f"a view of a parameter of {', '.join(viewed)} outlives its block's forward (clone it, or read it "
+                "under tiermem.gather)"
             )
         return RuntimeError(
             f"no weight slot is free for block {wanted}: {'; '.join(reasons) or 'all are taken'}. "

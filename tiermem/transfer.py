@@ -26,6 +26,11 @@ async def swap_in_or_zero(record: Record, target: memoryview) -> None:
         tensor_of(target).zero_()
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a uint8 tensor (nbytes,) in host memory, without a copy."""
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]  # an ndarray is a buffer
+
+
 def tensor_of(view: memoryview) -> torch.Tensor:
     """The bytes as a uint8 tensor (nbytes,) without a copy."""
     return torch.frombuffer(view, dtype=torch.uint8)

@@ -45,7 +45,8 @@ class Values:
         return held.view(held.block.plane) if held.block.plane is not None else None
 
     def write(self, held: Held, weights: torch.Tensor, *, upload: bool = True) -> None:
-        """Set the weights. A master whose weight does not change keeps its residual; otherwise the new weight is the master."""
+        """Set the weights. A master whose weight does not change keeps its residual; otherwise the new weight is the
+        master."""
         flat = held.flat(weights.detach().to("cpu", held.dtype))
         untouched = not self._has_residual(held)
 
