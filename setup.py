@@ -13,7 +13,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 # -ffp-contract=off: a fused multiply-add rounds once where the formula rounds twice, and every instruction set must
-# give the same bits. The other two let loops with sqrt and with selects be vectorised; they change no result.
+# give the same bits, so the source says where there is one. The other two let loops with sqrt and with selects be
+# vectorised; they change no result.
 COMPILE_FLAGS = [
     "-std=c++17",
     "-O3",

@@ -7,7 +7,7 @@
 
 namespace tiermem {
 
-constexpr int32_t abi_version = 2;
+constexpr int32_t abi_version = 3;
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1 };
 enum Formula : int32_t { ADAMW = 0, ADAM = 1 };
@@ -32,9 +32,9 @@ struct UpdateTask {
     float one_minus_beta1;
     float beta2;
     float one_minus_beta2;
-    double step_size;
-    double bias_correction2_sqrt;
-    double eps;
+    float step_size;
+    float bias_correction2_sqrt;
+    float eps;
 };
 
 struct AccumulateTask {

@@ -14,10 +14,9 @@
 namespace tiermem {
 namespace {
 
-// Kingma and Ba, "Adam", and Loshchilov and Hutter, "Decoupled weight decay regularization", in the order of
-// operations of torch.optim's single-tensor path, but for one thing: torch divides the root by its bias correction and
-// then the step by the denominator. Here the correction is taken out of the fraction: one division less, which
-// the narrow instruction sets need to keep up with memory, and one rounding less.
+// Kingma and Ba, "Adam", and Loshchilov and Hutter, "Decoupled weight decay regularization", with the operations and
+// roundings of torch.optim.Adam(fused=True) and AdamW(fused=True): the same bits. (The last numel % 16 elements of a tensor
+// torch leaves to a scalar loop that adds up the second moment with another rounding; here there is one formula.)
 //
 // `l2`: weight decay is added to the gradient (Adam), else taken off the parameter (AdamW). `from_grad`: the mean is
 // computed from its new end, as torch.lerp does for beta1 <= 0.5, so that beta1 = 0 gives the gradient itself.
@@ -29,21 +28,22 @@ struct Adam {
           towards_grad(from_grad ? task.one_minus_beta1 - 1.0f : task.one_minus_beta1),
           beta2(task.beta2),
           one_minus_beta2(task.one_minus_beta2),
-          step_size(float(task.step_size * task.bias_correction2_sqrt)),
-          eps(float(task.eps * task.bias_correction2_sqrt)) {}
+          step_size(task.step_size),
+          bias_correction2_sqrt(task.bias_correction2_sqrt),
+          eps(task.eps) {}
 
     TM_INLINE void operator()(float& p, float g, float& m, float& v) const {
         if constexpr (l2) {
-            g += weight_decay * p;
+            g = multiply_add(weight_decay, p, g);
         } else {
             p *= decay;
         }
-        m = (from_grad ? g : m) + towards_grad * (g - m);
-        v = v * beta2 + one_minus_beta2 * g * g;
-        p -= step_size * m / (std::sqrt(v) + eps);
+        m = multiply_add(towards_grad, g - m, from_grad ? g : m);
+        v = multiply_add(one_minus_beta2 * g, g, v * beta2);
+        p -= step_size * m / (std::sqrt(v) / bias_correction2_sqrt + eps);
     }
 
-    float decay, weight_decay, towards_grad, beta2, one_minus_beta2, step_size, eps;
+    float decay, weight_decay, towards_grad, beta2, one_minus_beta2, step_size, bias_correction2_sqrt, eps;
 };
 
 // The loop goes row by row and asks for rows to come: the hardware alone follows ten streams less well. At 512 elements

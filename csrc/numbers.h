@@ -30,6 +30,10 @@ TM_INLINE float from_bits(uint32_t bits) {
 TM_INLINE float widen(uint16_t value) { return from_bits(uint32_t(value) << 16); }
 TM_INLINE float widen(float value) { return value; }
 
+// a * b + c with one rounding. Written out wherever torch's vector code has one, and nowhere else: the compiler makes none
+// of its own (-ffp-contract=off). Where the instruction set has no such instruction, libm computes the same bits, slowly.
+TM_INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
 TM_INLINE uint32_t is_nan(float value) { return value == value ? 0 : ~0u; }
 
 TM_INLINE float one_nan(float value) { return value == value ? value : from_bits(0x7fc00000); }

@@ -39,9 +39,9 @@ class UpdateTask(ctypes.Structure):
         ("one_minus_beta1", ctypes.c_float),
         ("beta2", ctypes.c_float),
         ("one_minus_beta2", ctypes.c_float),
-        ("step_size", ctypes.c_double),  # lr / bias_correction1; doubles are multiplied before they are rounded
-        ("bias_correction2_sqrt", ctypes.c_double),
-        ("eps", ctypes.c_double),
+        ("step_size", ctypes.c_float),  # lr / bias_correction1
+        ("bias_correction2_sqrt", ctypes.c_float),
+        ("eps", ctypes.c_float),
     ]
 
 

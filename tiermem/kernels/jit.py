@@ -122,6 +122,16 @@ def _add_squares(typing: Any, values: Any, groups: Any, sums: Any) -> Any:
     return types.none(values, types.int64, sums), generate
 
 
+@_intrinsic
+def _multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c with one rounding."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
 @_compiled
 def _one_nan(value: float) -> Any:
     return value if value == value else _NAN
@@ -160,18 +170,19 @@ def _adam(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any) -> N
     towards_grad = task.one_minus_beta1 - np.float32(1.0) if from_end else task.one_minus_beta1
     beta2 = task.beta2
     one_minus_beta2 = task.one_minus_beta2
-    step_size = np.float32(task.step_size * task.bias_correction2_sqrt)
-    eps = np.float32(task.eps * task.bias_correction2_sqrt)
+    step_size = task.step_size
+    bias_correction2_sqrt = task.bias_correction2_sqrt
+    eps = task.eps
     for i in range(params.size):
         p = params[i]
         g = grad[i]
         m = exp_avg[i]
         v = exp_avg_sq[i]
-        g = g + weight_decay * p if l2 else g
+        g = _multiply_add(weight_decay, p, g) if l2 else g
         p = p * decay
-        m = (g if from_end else m) + towards_grad * (g - m)
-        v = v * beta2 + one_minus_beta2 * g * g
-        p = p - step_size * m / (np.sqrt(v) + eps)
+        m = _multiply_add(towards_grad, g - m, g if from_end else m)
+        v = _multiply_add(one_minus_beta2 * g, g, v * beta2)
+        p = p - step_size * m / (np.sqrt(v) / bias_correction2_sqrt + eps)
         params[i] = _one_nan(p)
         exp_avg[i] = _one_nan(m)
         exp_avg_sq[i] = _one_nan(v)

@@ -40,26 +40,39 @@ def join(weight: Bits, residual: Bits) -> Floats:
     return ((high << 16) + residual).view(np.float32)
 
 
+def multiply_add(a: Floats | float, b: Floats, c: Floats) -> Floats:
+    """a * b + c with one rounding, to float32.
+
+    The product is exact in float64. The sum is rounded to odd there (Boldo and Melquiond, "Emulation of a FMA and
+    correctly rounded sums: proved algorithms using rounding to odd"), so that rounding twice gives what once would.
+    """
+    product = np.multiply(a, b, dtype=np.float64)
+    total = product + c
+    added = total - product
+    error = (product - (total - added)) + (c - added)
+    is_even = total.view(np.int64) & 1 == 0
+    to_odd = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    return np.where((error != 0) & is_even & np.isfinite(total), to_odd, total).astype(np.float32)
+
+
 def update(task: UpdateTask, param: Floats, exp_avg: Floats, exp_avg_sq: Floats, grad: Bits | Floats) -> None:
     """Applies the scalars of `task` to float32 masters and moments, in place. Its addresses are not read."""
     scalar: Any = np.float32
     with np.errstate(all="ignore"):
-        step_size = scalar(task.step_size * task.bias_correction2_sqrt)
-        eps = scalar(task.eps * task.bias_correction2_sqrt)
         g = widen(grad) * scalar(-task.grad_scale if task.maximize else task.grad_scale)
         p, m, v = param, exp_avg, exp_avg_sq
         if task.formula == ADAM:
             if task.weight_decay:
-                g = g + scalar(task.weight_decay) * p
+                g = multiply_add(task.weight_decay, p, g)
         else:
             p = p * scalar(task.decay)
         # As torch.lerp: from the nearer end.
         if task.one_minus_beta1 < 0.5:
-            m = m + scalar(task.one_minus_beta1) * (g - m)
+            m = multiply_add(task.one_minus_beta1, g - m, m)
         else:
-            m = g + (scalar(task.one_minus_beta1) - scalar(1)) * (g - m)
-        v = v * scalar(task.beta2) + scalar(task.one_minus_beta2) * g * g
-        p = p - step_size * m / (np.sqrt(v) + eps)
+            m = multiply_add(scalar(task.one_minus_beta1) - scalar(1), g - m, g)
+        v = multiply_add(scalar(task.one_minus_beta2) * g, g, v * scalar(task.beta2))
+        p = p - scalar(task.step_size) * m / (np.sqrt(v) / scalar(task.bias_correction2_sqrt) + scalar(task.eps))
         param[:], exp_avg[:], exp_avg_sq[:] = one_nan(p), one_nan(m), one_nan(v)
 
 
