@@ -158,7 +158,7 @@ def test_the_file_is_removed_on_ctrl_c(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-PROFILE = Profile("threads", 2 * MIB, 12, 1e9, 2e9, 3e9)
+PROFILE = Profile("threads", 2 * MIB, 24, 1e9, 2e9, 3e9)
 
 
 def test_auto_begins_with_what_was_measured_best(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_auto_begins_with_what_was_measured_best(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     assert load_profile(tmp_path / "below") == PROFILE  # the same device
     engine = select(tmp_path)
-    assert (engine.name, engine.piece_bytes, engine.depth) == ("threads", 2 * MIB, 12)
+    assert (engine.name, engine.piece_bytes, engine.depth) == ("threads", 2 * MIB, 24)
     assert engine.fallbacks == []
     engine.close()
     engine = select(tmp_path, "aiofiles")

@@ -29,7 +29,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tiermem.io import ENGINES, Engine, File, probe
+from tiermem.io import ENGINES, Engine, File, probe, usual_depth
 from tiermem.io.engine import address_of
 from tiermem.io.mounts import file_system
 from tiermem.io.profile import Profile, save_profile
@@ -304,7 +304,8 @@ def _working(directory: Path, names: Sequence[str]) -> tuple[list[str], dict[str
 @contextlib.contextmanager
 def _memory(options: Options) -> Iterator[memoryview]:
     """Page-aligned, and filled with what no disk can compress."""
-    pool = SlabPool(max(options.request_bytes) * max(options.depths), 1)
+    depths = (*options.depths, *(usual_depth(name) for name in options.engines if options.stream_bytes))
+    pool = SlabPool(max(options.request_bytes) * max(depths), 1)
     slab = asyncio.run(pool.acquire())
     try:
         tile = random.Random(0).randbytes(_MIB)
@@ -342,7 +343,9 @@ class _Measuring:
         if self.options.stream_bytes:
             for name in engines:
                 self.progress(f"streaming with {name}", 0)
-                self.bench.streams.append(self._stream(self._best_of(name)))
+                best = self._best_of(name)
+                in_use = replace(best, depth=max(best.depth, usual_depth(name)))  # as `select` would have it
+                self.bench.streams.append(self._stream(in_use))
         if against is not None:
             self._compare(against)
 

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from tiermem.io.aio import AiofilesEngine
-from tiermem.io.choice import ENGINES, probe, select
+from tiermem.io.choice import ENGINES, probe, select, usual_depth
 from tiermem.io.engine import Engine, File
 from tiermem.io.threads import ThreadsEngine
 from tiermem.io.uring import UringEngine
 
-__all__ = ["ENGINES", "AiofilesEngine", "Engine", "File", "ThreadsEngine", "UringEngine", "probe", "select"]
+__all__ = [
+    "ENGINES",
+    "AiofilesEngine",
+    "Engine",
+    "File",
+    "ThreadsEngine",
+    "UringEngine",
+    "probe",
+    "select",
+    "usual_depth",
+]

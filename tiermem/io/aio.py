@@ -21,8 +21,9 @@ class AiofilesEngine(Engine):
     """
 
     name = "aiofiles"
+    usual_depth = 4
 
-    def __init__(self, *, depth: int = 4, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, *, depth: int = usual_depth, piece_bytes: int = PIECE_BYTES) -> None:
         super().__init__(depth=depth, piece_bytes=piece_bytes, direct=False)
         self._executor = ThreadPoolExecutor(depth, thread_name_prefix="tiermem-aiofiles")
         self._preadv = wrap(os.preadv)

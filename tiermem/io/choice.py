@@ -18,7 +18,7 @@ from tiermem.io.threads import ThreadsEngine
 from tiermem.io.uring import UringEngine
 from tiermem.slab import SlabPool
 
-__all__ = ["ENGINES", "probe", "select"]
+__all__ = ["ENGINES", "probe", "select", "usual_depth"]
 
 ENGINES: dict[str, Callable[..., Engine]] = {
     "io_uring": UringEngine,
@@ -26,8 +26,6 @@ ENGINES: dict[str, Callable[..., Engine]] = {
     "aiofiles": AiofilesEngine,
 }
 """Every engine, the preferred one first."""
-
-_DEPTH_MIN = 8
 
 _PROBE_BYTES = 3 * 65536 + 513  # aligned pieces and an unaligned end
 
@@ -81,8 +79,13 @@ def _in_order(profile: Profile | None) -> list[str]:
 
 
 def _setting(profile: Profile) -> dict[str, int]:
-    # More in flight than an idle machine needs: while a busy thread holds the GIL, the disk works off what it has.
-    return {"depth": max(profile.depth, _DEPTH_MIN), "piece_bytes": profile.piece_bytes}
+    # Never less in flight than usual: what was measured on an idle machine is too little for a busy one.
+    return {"depth": max(profile.depth, usual_depth(profile.engine)), "piece_bytes": profile.piece_bytes}
+
+
+def usual_depth(name: str) -> int:
+    """How many pieces an engine has in flight unless told otherwise."""
+    return int(getattr(ENGINES[name], "usual_depth", 1))
 
 
 def probe(directory: Path, engine: Engine) -> None:

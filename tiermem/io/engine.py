@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -181,9 +181,11 @@ class Engine(ABC):
     length are multiples of 4096 go around the page cache where the file allows it.
 
     bytes_read, bytes_written: what was moved so far. `fallbacks` says what is not as fast as it could be, and why.
+    usual_depth: pieces in flight unless told otherwise.
     """
 
     name: str
+    usual_depth: ClassVar[int] = 1
 
     def __init__(self, *, depth: int, piece_bytes: int = PIECE_BYTES, direct: bool = True) -> None:
         if depth < 1 or piece_bytes < DIRECT_ALIGNMENT or piece_bytes % DIRECT_ALIGNMENT:

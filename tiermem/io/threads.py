@@ -23,8 +23,9 @@ class ThreadsEngine(Engine):
     """`preadv` and `pwritev` in `depth` threads, with O_DIRECT where the file system takes it."""
 
     name = "threads"
+    usual_depth = 16  # 8 on an idle machine; see the io_uring engine for what a busy one needs
 
-    def __init__(self, *, depth: int = 8, piece_bytes: int = PIECE_BYTES, direct: bool = True) -> None:
+    def __init__(self, *, depth: int = usual_depth, piece_bytes: int = PIECE_BYTES, direct: bool = True) -> None:
         super().__init__(depth=depth, piece_bytes=piece_bytes, direct=direct)
         jobs: SimpleQueue[_Job | None] = SimpleQueue()  # bounded by the gate: never more than `depth` in it
         threads = [

@@ -39,8 +39,11 @@ class UringEngine(Engine):
     """
 
     name = "io_uring"
+    # An idle machine needs 8. While another Python thread holds the GIL, for 5 ms at a time, the disk works off what it
+    # has: with 4 MiB pieces, 8 in flight gave 1.7 GB/s then, 16 gave 2.8 and 32 gave 3.2.
+    usual_depth = 32
 
-    def __init__(self, *, depth: int = 16, piece_bytes: int = PIECE_BYTES, direct: bool = True) -> None:
+    def __init__(self, *, depth: int = usual_depth, piece_bytes: int = PIECE_BYTES, direct: bool = True) -> None:
         super().__init__(depth=depth, piece_bytes=piece_bytes, direct=direct)
         self._library = _load()
         self._bell = _Bell()
