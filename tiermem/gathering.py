@@ -102,6 +102,7 @@ class Gathering:
             self._unpoint(block)
         if block.slot is not None:
             self._settle_load(block.slot)
+            block.slot.loaded.synchronize()  # a copy that nobody waited for still reads the plane
             self._empty(block.slot)
 
     def settle(self, block: Block) -> None:

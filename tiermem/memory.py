@@ -94,7 +94,7 @@ class Memory:
 
 def free_host_bytes() -> int:
     """Memory this process may still take: the machine's available memory, or less under a cgroup limit."""
-    free = psutil.virtual_memory().available
+    free = int(psutil.virtual_memory().available)
     for limit_file, used_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),

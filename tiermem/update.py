@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tiermem.device import Event
 from tiermem.kernels.abi import F32, UpdateTask
 from tiermem.layout import PAGE_BYTES, round_up
 from tiermem.planes import TRAINABLE_CODES, Block, ChunkHome, Held
@@ -103,31 +104,31 @@ class Updates:
         for chunk, runs in plans:
             extents = self._in_memory(block, chunk)
             if extents is None:
-                return self._runtime.background.submit(self._update(block, plans))
+                return self._runtime.background.submit(self._update(block, plans, self._runtime.device.mark()))
             tasks += _tasks(chunk, runs, extents)
         # Nothing to move: one call in the kernel thread, without the event loop between.
-        return self._runtime.background.start_kernel(self._update_in_memory, block, tasks)
+        return self._runtime.background.start_kernel(self._update_in_memory, block, tasks, self._runtime.device.mark())
 
-    def _update_in_memory(self, block: Block, tasks: list[UpdateTask]) -> None:
+    def _update_in_memory(self, block: Block, tasks: list[UpdateTask], read: Event) -> None:
         array = (UpdateTask * len(tasks))(*tasks)
         self._runtime.kernels.update(array, len(tasks), self._runtime.threads)
-        self._upload(block)
+        self._upload(block, read)
 
-    async def _update(self, block: Block, plans: Sequence[tuple[ChunkHome, list[Run]]]) -> None:
+    async def _update(self, block: Block, plans: Sequence[tuple[ChunkHome, list[Run]]], read: Event) -> None:
         work = []
         async with self._turn:
             for chunk, runs in plans:
                 slab = await self._runtime.staging_pool().acquire()
                 work.append(asyncio.ensure_future(self._update_staged(block, chunk, runs, slab)))
         await self._runtime.settle_or_fail(work)
-        self._upload(block)
+        self._upload(block, read)
 
-    def _upload(self, block: Block) -> None:
-        """The new weights must reach their home on the device."""
+    def _upload(self, block: Block, read: Event) -> None:
+        """The new weights must reach their home on the device, once the compute that reads the old ones (``read``) is done."""
         if block.resident and block.device_plane is not block.plane:
             assert block.device_plane is not None
             assert block.plane is not None
-            block.uploaded = self._runtime.device.copy_in(block.device_plane, block.plane)
+            block.uploaded = self._runtime.device.copy_in(block.device_plane, block.plane, read)
             self._runtime.counters.bytes_copied_in += block.plane.numel()
 
     async def _kernel(self, tasks: list[UpdateTask]) -> None:
