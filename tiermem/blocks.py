@@ -90,13 +90,19 @@ def _named_roots(module: nn.Module, blocks: Sequence[Any]) -> list[tuple[str, nn
         elif isinstance(entry, type) and issubclass(entry, nn.Module):
             matched = [(n, m) for n, m in module.named_modules() if isinstance(m, entry)]
         elif isinstance(entry, str):
-            matched = [(n, m) for n, m in module.named_modules() if fnmatch.fnmatchcase(n, entry)]
+            matched = [(n, m) for n, m in module.named_modules() if _matches(n, entry)]
         else:
             raise ValueError(f"Policy(blocks=...): {entry!r} is neither a module, a module class nor a name pattern")
         if not matched:
             raise ValueError(f"Policy(blocks=...): {entry!r} matches no module of {type(module).__name__}")
         roots |= {id(m): (n, m) for n, m in matched}
     return list(roots.values())
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Component by component: ``layers.*`` is every layer, not what is inside of them."""
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
 
 
 def _container_children(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:

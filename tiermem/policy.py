@@ -37,7 +37,7 @@ class Policy:
         bf16, casts floating-point inputs of the blocks, and keeps the fp32 values as masters.
     moments: format of the optimizer's moments; ``"fp32"`` is exact.
     blocks: how the model is cut: ``None`` (children of ModuleList and Sequential, then by size), or a sequence of
-        module classes, name patterns (``fnmatch``) and modules.
+        module classes, name patterns (``"model.layers.*"``; ``*`` stands for one component) and modules.
     io: I/O engine: ``"auto"``, a name, or an ``Engine``.
     skip_nonfinite: a step whose gradients are not finite changes nothing and is counted. ``False``: torch's behaviour.
     chunk_numel: elements per chunk, a multiple of 4096; ``None``: chosen from the host budget, at most 1 Mi. It never
