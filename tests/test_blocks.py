@@ -54,7 +54,7 @@ def test_large_leftovers_are_blocks_and_small_ones_are_resident() -> None:
     assert not specs["model.embed"].resident
     assert not specs["head"].resident
     assert specs["model.norm"].resident
-    assert [spec for spec in specs.values() if names(spec) == ["scale"]][0].resident
+    assert next(spec for spec in specs.values() if names(spec) == ["scale"]).resident
 
 
 def test_residents_stay_within_their_cap() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +34,7 @@ def test_parameters_do_not_overlap_and_are_aligned(specs: list[ParameterSpec], c
         for index, spec in enumerate(specs)
         if spec.numel
     )
-    for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False):
+    for (_, end), (start, _) in itertools.pairwise(ranges):
         assert end <= start
     assert all(start % 64 == 0 for start, _ in ranges)
     assert not ranges or ranges[-1][1] <= layout.weight_bytes

@@ -570,7 +570,7 @@ class Gradients:
     def widen(self, block: Block) -> None:
         """Give the block an fp32 gradient plane in HOST, keeping the gradients it has. Once per block; afterwards the
         plane stays wide."""
-        self._settle(block)
+        self._wait_flush(block)
         block.wait_update()
         self.remake_plane(block, wide=True)
 
@@ -612,9 +612,12 @@ class Gradients:
             self._settle(block)
 
     def _settle(self, block: Block) -> None:
-        gradients = block.gradients
-        if gradients.slot is not None:
+        if block.gradients.slot is not None:
             self._start_flush(block)
+        self._wait_flush(block)
+
+    def _wait_flush(self, block: Block) -> None:
+        gradients = block.gradients
         if gradients.flush is not None:
             start = time.perf_counter()
             try:
@@ -724,6 +727,7 @@ class Gradients:
             return
         flat = held.flat(gradient).to("cpu", torch.float32).contiguous()
         block = held.block
+        self._settle(block)
         if block.gradients.direct or block.gradients.plane is not None:
             exact = bool((flat.to(held.dtype).float() == flat).all())
             if not block.gradients.wide and not exact:
