@@ -58,6 +58,12 @@ class Gathering:
         """Make the block's weights usable. With ``hold`` they stay so until ``release``; without, until their slot is
         wanted."""
         if not block.gathered:
+            if block.applied:
+                raise RuntimeError(
+                    f"block {block.name} is needed after its update has begun inside backward "
+                    "(Policy(update_in_backward=True)): "
+                    "call step() first, or set update_in_backward=False"
+                )
             self._schedule.note(block.index)
             if block.device_plane is not None:
                 self._gather_in_place(block)

@@ -75,6 +75,7 @@ class GradientHandle(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        _refuse_applied(func, args)
         known = _KNOWN.get(func)
         if known is not None and not _any_shown(args):
             result = known(func, args, kwargs)
@@ -89,6 +90,21 @@ class GradientHandle(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.held.runtime.gradients.fetch(self)
+
+
+def _refuse_applied(func: Any, args: tuple[Any, ...]) -> None:
+    """With updates inside backward there is no gradient any more that could be clipped, scaled or added to."""
+    if func in (aten.detach.default, aten.alias.default):
+        return
+    for arg in args:
+        for handle in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if isinstance(handle, GradientHandle) and handle.held.runtime.eager:
+                raise RuntimeError(
+                    f"the gradient of {handle.held.name} has been used up by its update inside backward, as "
+                    "Policy(update_in_backward=True) asks for: no clipping, no accumulation, "
+                    "zero_grad(set_to_none=True). "
+                    "Set update_in_backward=False, or get larger batches with Policy(micro_batch=...)"
+                )
 
 
 def _any_shown(args: tuple[Any, ...]) -> bool:
@@ -339,6 +355,13 @@ class Gradients:
                 "its module's forward, where it is a placeholder full of NaN. Read it inside `with tiermem.gather(...)`"
             )
         gradients = block.gradients
+        if block.applied:
+            raise RuntimeError(
+                f"a further gradient arrived for {held.name} after the update of block {block.name} had begun inside "
+                "backward "
+                "(Policy(update_in_backward=True)): the block is differentiated in several parts; set "
+                "update_in_backward=False"
+            )
         if not held.numel:
             return
         if gradient.dtype not in TRAINABLE_CODES:
@@ -409,6 +432,9 @@ class Gradients:
     # Flush: gradient slot to HOST or DISK, on the background loop.
 
     def _start_flush(self, block: Block) -> None:
+        if self._runtime.eager:
+            self._start_update(block)
+            return
         gradients = block.gradients
         slot = gradients.slot
         assert slot is not None
@@ -421,6 +447,27 @@ class Gradients:
             gradients.flush = self._runtime.background.submit(
                 self._flush(block, slot, plans, self._device.mark(), block.update)
             )
+
+    def _start_update(self, block: Block) -> None:
+        """The block's gradient is complete and in its slot: update from there."""
+        gradients, runtime = block.gradients, self._runtime
+        slot = gradients.slot
+        assert slot is not None
+        updates = {held: (runtime.hyperparameters_now(held), False) for held in slot.arrivals}
+        with uninterrupted():
+            gradients.slot = None
+            runtime.unstepped = block.applied = True
+            for held, (scalars, _) in updates.items():
+                held.steps += 1
+                held.updated = True
+                held.applied = scalars
+            runtime.gathering.invalidate(block)
+            block.update = gradients.flush = runtime.updates.submit(block, updates, slot)
+
+    def give_back(self, slot: GradientSlot) -> None:
+        """The slot's gradients have been used. From any thread."""
+        slot.arrivals.clear()
+        self._free.append(slot)
 
     def _plan(self, chunk: ChunkHome, slot: GradientSlot) -> list[_Arrival]:
         """What the flush does with each segment that has, or had, a gradient. Empty: nothing of the chunk arrived."""
@@ -455,8 +502,7 @@ class Gradients:
         outcomes = await asyncio.gather(
             *(flush(block, slot, chunk, plan, ready) for chunk, plan in plans), return_exceptions=True
         )
-        slot.arrivals.clear()
-        self._free.append(slot)
+        self.give_back(slot)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome

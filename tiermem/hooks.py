@@ -159,6 +159,10 @@ class Unit:
         runtime = self._runtime
         runtime.check()
         runtime.reset_phase()
+        if runtime.unstepped and not runtime.forward_depth and not runtime.in_backward:
+            raise RuntimeError(
+                "a forward between backward and step(): Policy(update_in_backward=True) has begun to change the weights"
+            )
         if self._seen != runtime.forwards:
             self._seen = runtime.forwards
             self._pushed.clear()
@@ -325,6 +329,8 @@ class ParameterAccess(dict[str, Any]):
     def _read(self, block: Block) -> None:
         runtime = self._runtime
         block.read_in_backward = runtime.in_backward
+        if runtime.unstepped and not runtime.in_backward:
+            return  # updates have begun inside backward: neither the old nor the new weights are the model's
         if block.home is Tier.DEVICE or runtime.forward_depth or runtime.in_backward:
             runtime.check()
             runtime.gathering.gather(block, hold=False)

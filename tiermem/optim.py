@@ -1,12 +1,14 @@
 """The optimizers: ``torch.optim`` subclasses in full, whose updates of held parameters run in their model's runtime.
 
-Parameters that no runtime holds are updated by torch's own code. Hyperparameters, param groups, closures, schedulers and hooks are torch's.
-For held parameters ``state`` stays empty: moments and masters live in the tiers, and ``state_dict`` fetches them.
+Parameters that no runtime holds are updated by torch's own code. Hyperparameters, param groups, closures, schedulers
+and hooks are torch's. For held parameters ``state`` stays empty: moments and masters live in the tiers, and
+``state_dict`` fetches them.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +24,13 @@ from tiermem.update import Hyperparameters
 
 
 class Adam(torch.optim.Adam):
-    """``torch.optim.Adam`` (Kingma and Ba, https://arxiv.org/abs/1412.6980) with the same arguments, for models offloaded with tiermem.
+    """``torch.optim.Adam`` (Kingma and Ba, https://arxiv.org/abs/1412.6980) with the same arguments, for models
+    offloaded with tiermem.
 
-    ``step()`` hands the updates of offloaded parameters to the background and returns: the next forward waits, block by block, for what it
-    needs. ``state_dict()`` has torch's format (``step``, ``exp_avg``, ``exp_avg_sq``) and, for parameters computed in bf16, ``master``: the fp32 master
-    weights. It loads into torch's optimizer and the other way round.
+    ``step()`` hands the updates of offloaded parameters to the background and returns: the next forward waits, block
+    by block, for what it needs. ``state_dict()`` has torch's format (``step``, ``exp_avg``, ``exp_avg_sq``) and, for
+    parameters computed in bf16, ``master``: the fp32 master weights. It loads into torch's optimizer and the other
+    way round.
 
     Errors: ``ValueError`` for ``amsgrad``, ``capturable`` or ``differentiable`` with offloaded parameters.
     """
@@ -37,11 +41,26 @@ class Adam(torch.optim.Adam):
         super().__init__(*args, **kwargs)
         self._runtimes: list[Runtime] = []
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. From now on this optimizer is asked for the hyperparameters of updates that begin inside
+        backward."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            held = held_of(parameter)
+            if held is not None:
+                held.optimizer = weakref.ref(self)
+
+    def hyperparameters_of(self, held: Held, steps: int) -> Hyperparameters:
+        """See ``tiermem.update.Updater``."""
+        group = next(group for group in self.param_groups if any(p is held.parameter for p in group["params"]))
+        return _hyperparameters(group, self._formula(group), steps, 1.0)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step, as in torch: updates every parameter that has a gradient.
 
-        Errors: whatever went wrong in the background since the last call (``OSError`` with path, offset and bytes for a failed transfer).
+        Errors: whatever went wrong in the background since the last call (``OSError`` with path, offset and bytes for
+        a failed transfer).
         """
         loss = None
         if closure is not None:
@@ -76,7 +95,8 @@ class Adam(torch.optim.Adam):
 
     @staticmethod
     def _skips(held_groups: dict[Runtime, list[tuple[Held, GradientHandle, Any]]], plain: list[torch.Tensor]) -> bool:
-        """A step is one decision: with a gradient that is not finite, nothing of it happens (unless the policy says so)."""
+        """A step is one decision: with a gradient that is not finite, nothing of it happens (unless the policy says
+        so)."""
         culprits = [runtime.nonfinite(handle for _, handle, _ in entries) for runtime, entries in held_groups.items()]
         culprit = next((held.name for held in culprits if held is not None), None)
         skipping = [runtime for runtime in held_groups if runtime.policy.skip_nonfinite]
@@ -100,7 +120,8 @@ class Adam(torch.optim.Adam):
         for runtime in self._runtimes:
             if runtime.closed:
                 raise RuntimeError(
-                    "the model was closed with tiermem.close(), and with it the states of this optimizer: build a new one, and load the "
+                    "the model was closed with tiermem.close(), and with it the states of this optimizer: build a "
+                    "new one, and load the "
                     "state_dict() taken before close() if training goes on"
                 )
 
@@ -111,8 +132,8 @@ class Adam(torch.optim.Adam):
                 raise ValueError(f"{flag}=True is not supported for offloaded parameters")
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's format, with the real states. Tensors of offloaded parameters are on the CPU: in memory, or in unnamed mapped files where
-        the model has a DISK tier, so that a state larger than memory can be saved."""
+        """torch's format, with the real states. Tensors of offloaded parameters are on the CPU: in memory, or in
+        unnamed mapped files where the model has a DISK tier, so that a state larger than memory can be saved."""
         self._check_open()
         own = self.state
         merged: defaultdict[torch.Tensor, Any] = defaultdict(dict, own)
@@ -176,7 +197,8 @@ class Adam(torch.optim.Adam):
 
 
 class AdamW(Adam, torch.optim.AdamW):
-    """``torch.optim.AdamW`` (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101) for models offloaded with tiermem. See ``tiermem.Adam``."""
+    """``torch.optim.AdamW`` (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101) for models offloaded with
+    tiermem. See ``tiermem.Adam``."""
 
 
 def _handle(held: Held) -> GradientHandle:
@@ -207,23 +229,26 @@ class _Scalars:
         key = (id(group), held.steps, handle.factor)
         known = self._known.get(key)
         if known is None:
-            steps = held.steps + 1
-            beta1, beta2 = (float(beta) for beta in group["betas"])
-            lr, decay = float(group["lr"]), float(group["weight_decay"])
-            known = self._known[key] = Hyperparameters(
-                formula=self._formula(group),
-                maximize=bool(group["maximize"]),
-                grad_scale=handle.factor,
-                decay=1 - lr * decay,
-                weight_decay=decay,
-                one_minus_beta1=1 - beta1,
-                beta2=beta2,
-                one_minus_beta2=1 - beta2,
-                step_size=lr / (1 - beta1**steps),
-                bias_correction2_sqrt=math.sqrt(1 - beta2**steps),
-                eps=float(group["eps"]),
-            )
+            known = self._known[key] = _hyperparameters(group, self._formula(group), held.steps + 1, handle.factor)
         return known
+
+
+def _hyperparameters(group: dict[str, Any], formula: int, steps: int, factor: float) -> Hyperparameters:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    lr, decay = float(group["lr"]), float(group["weight_decay"])
+    return Hyperparameters(
+        formula=formula,
+        maximize=bool(group["maximize"]),
+        grad_scale=factor,
+        decay=1 - lr * decay,
+        weight_decay=decay,
+        one_minus_beta1=1 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1 - beta2,
+        step_size=lr / (1 - beta1**steps),
+        bias_correction2_sqrt=math.sqrt(1 - beta2**steps),
+        eps=float(group["eps"]),
+    )
 
 
 def _export(held: Held) -> dict[str, Any]:

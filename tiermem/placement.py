@@ -103,7 +103,8 @@ def place(
         slab_count = min(STAGING_SLABS, max(1, host.limit_bytes // 2 // slab_bytes))
         host.take(slab_count * slab_bytes, f"staging of {slab_count} chunks of {chunk_numel} elements")
     _choose_weights(plans, policy, unified, has_disk, device, host, nesting)
-    _choose_gradients(plans, has_disk, host)
+    if not policy.update_in_backward:
+        _choose_gradients(plans, has_disk, host)
     _choose_states(plans, policy, has_disk, host)
     slot_bytes, slot_count = _choose_slots(plans, nesting, unified, device)
     gradient_bytes, gradient_count = _choose_gradient_slots(plans, unified, device)
@@ -203,7 +204,7 @@ def _choose_slots(plans: list[BlockPlan], nesting: int, unified: bool, device: B
 
 
 def _choose_gradient_slots(plans: list[BlockPlan], unified: bool, device: Budget) -> tuple[int, int]:
-    staged = [plan for plan in plans if plan.trainable and (not unified or plan.gradients_home is Tier.DISK)]
+    staged = [plan for plan in plans if plan.trainable and (not unified or plan.gradients_home is not Tier.HOST)]
     if not staged:
         return 0, 0
     largest = max(staged, key=lambda plan: plan.gradient_bytes)

@@ -9,7 +9,7 @@ resident  a block whose home is the DEVICE: its parameters stay usable between u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tiermem.runtime import Runtime
     from tiermem.slots import Slot
     from tiermem.store import Record
+    from tiermem.update import Hyperparameters, Updater
 
 TRAINABLE_CODES = {torch.bfloat16: BF16, torch.float32: F32}
 """Dtypes that can be trained, with the kernels' codes for them."""
@@ -51,6 +52,8 @@ class Held:
         self.placeholder: torch.Tensor = None  # type: ignore[assignment]  # made by the block
         self.steps = 0  # updates applied or handed over
         self.updated = False  # an optimizer has state for it
+        self.optimizer: Callable[[], Updater | None] = _nobody  # the optimizer that updates it, weakly
+        self.applied: Hyperparameters | None = None  # of the update that began inside this step's backward
         self.hook: Any = None  # of the gradient's arrival; None while the parameter is frozen
         self.handle: GradientHandle | None = None
         self.gathers: list[torch.Tensor] = []  # what surrounding tiermem.gather() blocks show, innermost last
@@ -82,6 +85,10 @@ class Held:
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise refuse_copy(self.name)
+
+
+def _nobody() -> None:
+    return None
 
 
 def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -149,6 +156,9 @@ class Block:
     slot: Slot | None = None
     gathered: bool = False
     """The parameters point at real values."""
+    applied: bool = False
+    """Its update has begun inside this step's backward (``Policy.update_in_backward``): its weights are those of the
+    next step."""
     read_in_backward: bool = False
     """Something read a parameter by attribute during backward (a recompute): autograd may hold the parameters
     themselves."""

@@ -42,6 +42,11 @@ class Policy:
     skip_nonfinite: a step whose gradients are not finite changes nothing and is counted. ``False``: torch's behaviour.
     chunk_numel: elements per chunk, a multiple of 4096; ``None``: chosen from the host budget, at most 1 Mi. It never
         changes a result.
+    update_in_backward: the user's promise that every backward is followed by one ``step()``, with the hyperparameters
+    of that
+        moment and without clipping or accumulation. Each block's update then starts inside backward, as soon as its
+        gradient is complete, and no gradient rests anywhere. A broken promise is an error, never a wrong number.
+        Gradients that are not finite go where torch lets them go: when they are seen, other blocks are updated already.
     threads: CPU threads of the kernels; ``None``: the cores this process may use.
     kernels: ``"auto"``, ``"native"`` (C++) or ``"numba"``; same results bit for bit.
     """
@@ -53,6 +58,7 @@ class Policy:
     blocks: Sequence[Any] | None = None
     io: str | Engine = "auto"
     skip_nonfinite: bool = True
+    update_in_backward: bool = False
     chunk_numel: int | None = None
     threads: int | None = None
     kernels: Literal["auto", "native", "numba"] = "auto"

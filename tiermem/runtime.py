@@ -6,6 +6,7 @@ of them: what has failed, which phase runs, and what must be given back.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 import weakref
@@ -57,6 +58,9 @@ class Runtime:
         self.counters = Counters()
         self.closed = False
         self.error: BaseException | None = None
+        self.eager = policy.update_in_backward
+        self.unstepped = False
+        """Updates have begun inside a backward that no ``step()`` has followed yet."""
         self.in_backward = False
         self.forward_depth = 0
         self.forward_frame: FrameType | None = None
@@ -387,6 +391,11 @@ class Runtime:
         """Called by everything that only happens in backward; the first call arranges for its end."""
         if self.in_backward:
             return
+        if self.unstepped:
+            raise RuntimeError(
+                "a second backward before step(): Policy(update_in_backward=True) promises one step after every "
+                "backward"
+            )
         self.in_backward = True
         self.gathering.begin(training=True)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -415,11 +424,53 @@ class Runtime:
 
     # The optimizer's step.
 
+    def hyperparameters_now(self, held: Held) -> Hyperparameters:
+        """For an update inside backward: what the optimizer's param groups say at this moment."""
+        optimizer = held.optimizer()
+        if optimizer is None:
+            raise RuntimeError(
+                f"Policy(update_in_backward=True) updates {held.name} inside backward, but no tiermem optimizer has "
+                "it: build the "
+                "optimizer after tiermem.offload and before the first backward"
+            )
+        return optimizer.hyperparameters_of(held, held.steps + 1)
+
+    def _end_eager_step(self, parameters: Sequence[tuple[Held, GradientHandle, Any]], scalars: Any) -> None:
+        """All updates have begun; the promise is checked, and the next round may come."""
+        for held, handle, group in parameters:
+            if held.applied is None:
+                raise RuntimeError(
+                    f"{held.name} has a gradient that no backward produced: Policy(update_in_backward=True) cannot "
+                    "use it"
+                )
+            held.steps -= 1
+            expected = scalars(held, handle, group)
+            held.steps += 1
+            if expected != held.applied:
+                error = RuntimeError(
+                    f"a hyperparameter of {held.name} changed between backward and step(), but its update began "
+                    "inside backward "
+                    "(Policy(update_in_backward=True)): change it after step(), or set update_in_backward=False"
+                )
+                self.failed(error)
+                raise error
+        self.counters.steps += 1
+        for held, _, _ in parameters:
+            held.applied = None
+        with uninterrupted():
+            self.unstepped = False
+            for block in self.blocks:
+                block.applied = block.touched = False
+            self.gathering.training.end_round()
+        self.gathering.begin(training=True)
+        self.gathering.prefetch()
+
     def nonfinite(self, handles: Iterable[GradientHandle]) -> Held | None:
         """A parameter whose gradient is not finite, if there is one and the policy says to skip such steps."""
         self.check()
-        self.gradients.settle()
-        if not self.policy.skip_nonfinite:
+        if not self.eager:
+            self.gradients.settle()
+        if not self.policy.skip_nonfinite or self.eager:
             return None
         handles = list(handles)
         if all(math.isfinite(handle.factor) for handle in handles):
@@ -432,6 +483,9 @@ class Runtime:
         """Hand the updates of these parameters to the background. ``scalars(held, handle, group)`` gives their
         hyperparameters."""
         self.check()
+        if self.eager:
+            self._end_eager_step(parameters, scalars)
+            return
         self.gradients.settle()
         by_block: dict[Block, ParameterUpdates] = {}
         for held, handle, group in parameters:
@@ -528,13 +582,11 @@ class Runtime:
         lost: list[str] = []
         for block in self.blocks:
             for held in block.held:
-                handle = self.gradients.live(held)
-                gradient = None
+                gradient = self._final_gradient(held)
                 try:
                     weights = self._final_value(held)
-                    gradient = self.gradients.fetch(handle) if handle is not None and self.error is None else None
                 except Exception as error:
-                    lost.append(f"{held.name} ({error})")
+                    lost.append(f"{held.name} ({error!r})")
                     weights = torch.full(held.size, float("nan"), dtype=held.original_dtype)
                 self._restore(held, weights, gradient)
         self._abandon()
@@ -549,6 +601,15 @@ class Runtime:
         if held.original_dtype is torch.float32 and held.split:
             return self.values.read_master(held)
         return self.values.read(held).to(held.original_dtype)
+
+    def _final_gradient(self, held: Held) -> torch.Tensor | None:
+        """The gradient, if there is one that can be had."""
+        handle = self.gradients.live(held)
+        if handle is None or self.eager or self.error is not None:
+            return None
+        with contextlib.suppress(Exception):
+            return self.gradients.fetch(handle)
+        return None
 
     def _restore(self, held: Held, weights: torch.Tensor, gradient: torch.Tensor | None) -> None:
         parameter = held.parameter

@@ -1,10 +1,11 @@
 """The optimizer's work, in the background: swap in, kernel, swap out, for one chunk after another.
 
-``submit`` hands over a block; its future is done when the new weights and states are where they rest. Blocks are worked on in the order in which they are
-handed over, chunks of different blocks overlap, and their number at any time is bounded by the staging slabs. A block whose planes are all in HOST
-is one kernel call.
+``submit`` hands over a block; its future is done when the new weights and states are where they rest. Blocks are
+worked on in the order in which they are handed over, chunks of different blocks overlap, and their number at any time
+is bounded by the staging slabs. A block whose planes are all in HOST is one kernel call.
 
-Cost per parameter of a bf16 block: 26 bytes of memory traffic; on DISK 10 bytes read and written for states, 2 and 2 for weights, 2 read for gradients.
+Cost per parameter of a bf16 block: 26 bytes of memory traffic; on DISK 10 bytes read and written for states, 2 and 2
+for weights, 2 read for gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import ctypes
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -24,9 +25,10 @@ from tiermem.layout import PAGE_BYTES, round_up
 from tiermem.planes import TRAINABLE_CODES, Block, ChunkHome, Held
 from tiermem.slab import Slab
 from tiermem.store import Record
-from tiermem.transfer import all_of, swap_in_or_zero
+from tiermem.transfer import all_of, swap_in_or_zero, tensor_of
 
 if TYPE_CHECKING:
+    from tiermem.gradients import GradientSlot
     from tiermem.runtime import Runtime
 
 
@@ -49,12 +51,21 @@ class Hyperparameters:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Contiguous elements of one chunk that are updated with the same scalars. ``zeroed``: their gradient counts as zero."""
+    """Contiguous elements of one chunk that are updated with the same scalars. ``zeroed``: their gradient counts as
+    zero."""
 
     start: int  # elements, from the start of the chunk
     numel: int
     hyperparameters: Hyperparameters
     zeroed: bool
+
+
+class Updater(Protocol):
+    """An optimizer, as the runtime sees it."""
+
+    def hyperparameters_of(self, held: Held, steps: int) -> Hyperparameters:
+        """The scalars of the parameter's update number ``steps`` with an unscaled gradient, as the param groups say
+        now."""
 
 
 ParameterUpdates = dict[Held, tuple[Hyperparameters, bool]]
@@ -97,34 +108,47 @@ class Updates:
         self._runtime = runtime
         self._turn = asyncio.Lock()  # blocks take their slabs in the order in which they were handed over
 
-    def submit(self, block: Block, updates: ParameterUpdates) -> Future[None]:
-        """Start updating ``block``. Its gradients must have settled, and its weights be shown in no slot."""
+    def submit(self, block: Block, updates: ParameterUpdates, slot: GradientSlot | None = None) -> Future[None]:
+        """Start updating ``block``, whose weights are shown in no slot, with its settled gradients or with those in
+        ``slot``.
+
+        A gradient slot is given back when the update has ended.
+        """
         plans = [(chunk, runs) for chunk in block.chunks if (runs := plan_chunk(block, chunk, updates))]
         tasks: list[UpdateTask] = []
         for chunk, runs in plans:
-            extents = self._in_memory(block, chunk)
+            extents = self._in_memory(block, chunk, slot)
             if extents is None:
-                return self._runtime.background.submit(self._update(block, plans, self._runtime.device.mark()))
+                return self._runtime.background.submit(self._update(block, plans, slot, self._runtime.device.mark()))
             tasks += _tasks(chunk, runs, extents)
         # Nothing to move: one call in the kernel thread, without the event loop between.
-        return self._runtime.background.start_kernel(self._update_in_memory, block, tasks, self._runtime.device.mark())
+        return self._runtime.background.start_kernel(
+            self._update_in_memory, block, tasks, slot, self._runtime.device.mark()
+        )
 
-    def _update_in_memory(self, block: Block, tasks: list[UpdateTask], read: Event) -> None:
+    def _update_in_memory(self, block: Block, tasks: list[UpdateTask], slot: GradientSlot | None, read: Event) -> None:
         array = (UpdateTask * len(tasks))(*tasks)
         self._runtime.kernels.update(array, len(tasks), self._runtime.threads)
+        if slot is not None:
+            self._runtime.gradients.give_back(slot)
         self._upload(block, read)
 
-    async def _update(self, block: Block, plans: Sequence[tuple[ChunkHome, list[Run]]], read: Event) -> None:
+    async def _update(
+        self, block: Block, plans: Sequence[tuple[ChunkHome, list[Run]]], gradients: GradientSlot | None, read: Event
+    ) -> None:
         work = []
         async with self._turn:
             for chunk, runs in plans:
                 slab = await self._runtime.staging_pool().acquire()
-                work.append(asyncio.ensure_future(self._update_staged(block, chunk, runs, slab)))
+                work.append(asyncio.ensure_future(self._update_staged(block, chunk, runs, slab, gradients, read)))
         await self._runtime.settle_or_fail(work)
+        if gradients is not None:
+            self._runtime.gradients.give_back(gradients)
         self._upload(block, read)
 
     def _upload(self, block: Block, read: Event) -> None:
-        """The new weights must reach their home on the device, once the compute that reads the old ones (``read``) is done."""
+        """The new weights must reach their home on the device, once the compute that reads the old ones (``read``) is
+        done."""
         if block.resident and block.device_plane is not block.plane:
             assert block.device_plane is not None
             assert block.plane is not None
@@ -135,21 +159,32 @@ class Updates:
         array = (UpdateTask * len(tasks))(*tasks)
         await self._runtime.background.kernel(self._runtime.kernels.update, array, len(tasks), self._runtime.threads)
 
-    def _in_memory(self, block: Block, chunk: ChunkHome) -> _Extents | None:
-        """Where the chunk's planes are, if all of them rest in HOST."""
-        gradients, layout = block.gradients, chunk.layout
-        if block.plane is None or gradients.plane is None or not isinstance(chunk.state, torch.Tensor):
+    def _in_memory(self, block: Block, chunk: ChunkHome, slot: GradientSlot | None) -> _Extents | None:
+        """Where the chunk's planes are, if all of them are in HOST."""
+        if block.plane is None or not isinstance(chunk.state, torch.Tensor):
             return None
-        return _Extents(
-            block.plane.data_ptr() + layout.weight_offset,
-            chunk.state.data_ptr(),
-            gradients.plane.data_ptr() + gradients.layout.offset(layout.section, layout.start),
-            F32 if gradients.wide else _code(chunk),
-        )
+        gradient = self._gradient_in_memory(block, chunk, slot)
+        if gradient is None:
+            return None
+        return _Extents(block.plane.data_ptr() + chunk.layout.weight_offset, chunk.state.data_ptr(), *gradient)
 
-    async def _update_staged(self, block: Block, chunk: ChunkHome, runs: list[Run], slab: Slab) -> None:
+    def _gradient_in_memory(self, block: Block, chunk: ChunkHome, slot: GradientSlot | None) -> tuple[int, int] | None:
+        """Address and dtype code of the chunk's gradient, if it is in HOST."""
+        gradients, layout = block.gradients, chunk.layout
+        if slot is not None:
+            if not self._runtime.device.unified:
+                return None
+            return slot.buffer.data_ptr() + gradients.layout.offset(layout.section, layout.start), _code(chunk)
+        if gradients.plane is None:
+            return None
+        address = gradients.plane.data_ptr() + gradients.layout.offset(layout.section, layout.start)
+        return address, F32 if gradients.wide else _code(chunk)
+
+    async def _update_staged(
+        self, block: Block, chunk: ChunkHome, runs: list[Run], slab: Slab, slot: GradientSlot | None, read: Event
+    ) -> None:
         """Bring what rests on DISK into the slab, update, write back what changed, and give the slab back."""
-        layout, gradients = chunk.layout, block.gradients
+        layout = chunk.layout
         try:
             state = slab.view[: layout.state_bytes]
             weight = slab.view[layout.state_bytes : layout.state_bytes + layout.weight_bytes]
@@ -159,15 +194,17 @@ class Updates:
                 reads.append(swap_in_or_zero(chunk.state, state))
             if chunk.weight is not None:
                 reads.append(swap_in_or_zero(chunk.weight, weight))
-            if gradients.plane is None:
-                record, itemsize = _gradient_record(chunk)
-                reads.append(
-                    swap_in_or_zero(
-                        record, slab.view[grad_start : grad_start + round_up(layout.numel * itemsize, PAGE_BYTES)]
-                    )
-                )
+            gradient = self._gradient_in_memory(block, chunk, slot)
+            if gradient is None:
+                reads.append(self._fetch_gradient(block, chunk, slot, slab.view[grad_start:], read))
+                wide = slot is None and chunk.gradient_is_wide
+                gradient = slab.address + grad_start, F32 if wide else _code(chunk)
             await all_of(reads)
-            await self._kernel(_tasks(chunk, runs, self._staged_extents(block, chunk, slab)))
+            state_address = chunk.state.data_ptr() if isinstance(chunk.state, torch.Tensor) else slab.address
+            weight_address = slab.address + layout.state_bytes
+            if block.plane is not None:
+                weight_address = block.plane.data_ptr() + layout.weight_offset
+            await self._kernel(_tasks(chunk, runs, _Extents(weight_address, state_address, *gradient)))
             writes = []
             if isinstance(chunk.state, Record):
                 writes.append(chunk.state.swap_out(state))
@@ -177,21 +214,22 @@ class Updates:
         finally:
             slab.give_back()
 
-    def _staged_extents(self, block: Block, chunk: ChunkHome, slab: Slab) -> _Extents:
-        layout, gradients = chunk.layout, block.gradients
-        if gradients.plane is None:
-            grad = slab.address + layout.state_bytes + layout.weight_bytes
-            code = F32 if chunk.gradient_is_wide else _code(chunk)
-        else:
-            grad = gradients.plane.data_ptr() + gradients.layout.offset(layout.section, layout.start)
-            code = F32 if gradients.wide else _code(chunk)
-        state = chunk.state.data_ptr() if isinstance(chunk.state, torch.Tensor) else slab.address
-        weight = (
-            block.plane.data_ptr() + layout.weight_offset
-            if block.plane is not None
-            else slab.address + layout.state_bytes
+    async def _fetch_gradient(
+        self, block: Block, chunk: ChunkHome, slot: GradientSlot | None, target: memoryview, ready: Event
+    ) -> None:
+        """The chunk's gradient into host memory: from its record, or from a slot on the device."""
+        layout = chunk.layout
+        if slot is None:
+            record, itemsize = _gradient_record(chunk)
+            await swap_in_or_zero(record, target[: round_up(layout.numel * itemsize, PAGE_BYTES)])
+            return
+        start = block.gradients.layout.offset(layout.section, layout.start)
+        device = self._runtime.device
+        event = device.copy_out(
+            tensor_of(target[: layout.weight_bytes]), slot.buffer[start : start + layout.weight_bytes], ready
         )
-        return _Extents(weight, state, grad, code)
+        self._runtime.counters.bytes_copied_out += layout.weight_bytes
+        await self._runtime.background.wait(event.synchronize)
 
 
 def _code(chunk: ChunkHome) -> int:
