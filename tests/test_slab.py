@@ -3,11 +3,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import mmap
+import os
 import weakref
+from collections.abc import Callable
 
 import pytest
 
-from tiermem.slab import SlabPool
+from tiermem.slab import Pin, SlabPool
 
 
 def test_slabs_are_page_aligned_disjoint_and_writable() -> None:
@@ -107,6 +109,37 @@ def test_pin_sees_the_whole_mapping_and_is_undone_once() -> None:
     pool.close()
     pool.close()
     assert unpinned == [True]
+
+
+def test_several_pins_are_undone_in_reverse_also_when_one_fails() -> None:
+    log: list[str] = []
+
+    def pin(name: str, fails: bool = False) -> Pin:
+        def one(address: int, nbytes: int) -> Callable[[], None]:
+            if fails:
+                raise RuntimeError(f"{name} fails")
+            log.append(name)
+            return lambda: log.append(f"un{name}")
+
+        return one
+
+    SlabPool(1, 1, [pin("a"), pin("b")]).close()
+    assert log == ["a", "b", "unb", "una"]
+    log.clear()
+    with pytest.raises(RuntimeError, match="b fails"):
+        SlabPool(1, 1, [pin("a"), pin("b", fails=True)])
+    assert log == ["a", "una"]
+
+
+def test_a_forked_child_has_no_part_in_the_memory() -> None:
+    pool = SlabPool(1 << 20, 2)
+    slab = asyncio.run(pool.acquire())
+    slab.view[:] = b"x" * slab.nbytes
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if set(slab.view) == {0} else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert set(slab.view) == {ord("x")}
 
 
 def test_close_wakes_waiters_with_an_error_and_leaves_loans_readable() -> None:

@@ -556,6 +556,14 @@ def test_traffic_settles_in_proportion_to_speed_also_when_it_changes(
         loop.close()
 
 
+def test_extents_reserved_one_by_one_are_spread_too(tmp_path: Path, engine: ThreadsEngine) -> None:
+    store = Store(two_directories(tmp_path), engine, spare=1)
+    for _ in range(20):
+        store.reserve("state", 4096, 1)
+    assert [part.extent_count for part in store._kinds["state"].parts] == [11, 11]
+    store.close()
+
+
 def test_a_full_mount_leaves_its_share_to_the_others(
     tmp_path: Path, engine: ThreadsEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import ctypes
 import mmap
+import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 __all__ = ["Pin", "Slab", "SlabPool"]
+
+_MADV_WIPEONFORK = 18  # not among Python's constants
 
 Pin = Callable[[int, int], Callable[[], None]]
 """Makes a range (address, bytes) resident for a device or a ring; returns what undoes it."""
@@ -40,21 +43,20 @@ class SlabPool:
     """`count` slabs of `slab_bytes` each (rounded up to whole pages), in one anonymous mapping.
 
     Loans are first come, first served; at the bound `acquire` waits. The pool belongs to the event loop it is used
-    on. The mapping is not inherited by forked children (direct I/O into private pages and `fork` do not mix), and it is
-    never unmapped under a live view: `close` gives it up, and the last view frees it.
+    on. The mapping is never unmapped under a live view: `close` gives it up, and the last view frees it.
 
-    pin: called once with (address, bytes) of the whole mapping; what it returns is called by `close`.
+    pin: called once with (address, bytes) of the whole mapping; what it returns is called by `close`. Several are
+        called in order (`[device.pin, engine.pin]`).
     """
 
-    def __init__(self, slab_bytes: int, count: int, pin: Pin | None = None) -> None:
+    def __init__(self, slab_bytes: int, count: int, pin: Pin | Sequence[Pin] | None = None) -> None:
         if slab_bytes < 1 or count < 1:
             raise ValueError(f"a slab pool needs at least one slab of at least one byte, not {count} of {slab_bytes}")
         self.slab_bytes = -(-slab_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.count = count
         self.nbytes = self.slab_bytes * count
         mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            _advise(mapping, advice)
+        _advise(mapping)
         whole = memoryview(mapping)
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         size = self.slab_bytes
@@ -63,7 +65,10 @@ class SlabPool:
         self._free: deque[Slab] = deque(slabs)
         self._waiting: deque[asyncio.Future[Slab]] = deque()
         self._closed = False
-        self._unpin = pin(address, self.nbytes) if pin is not None else None
+        with contextlib.ExitStack() as done:
+            for one in pin if isinstance(pin, Sequence) else () if pin is None else (pin,):
+                done.callback(one(address, self.nbytes))
+            self._unpins = done.pop_all()
 
     @property
     def available(self) -> int:
@@ -104,8 +109,7 @@ class SlabPool:
             if not waiter.done():
                 waiter.set_exception(RuntimeError("the slab pool was closed"))
         self._waiting.clear()
-        if self._unpin is not None:
-            self._unpin()
+        self._unpins.close()
 
     def _lend(self, slab: Slab) -> Slab:
         slab._on_loan = True
@@ -125,9 +129,10 @@ class SlabPool:
         self._free.append(slab)
 
 
-def _advise(mapping: mmap.mmap, name: str) -> None:
-    advice = getattr(mmap, name, None)
-    if advice is None:
+def _advise(mapping: mmap.mmap) -> None:
+    """Huge pages; and in a forked child zeros, because pages shared with one do not go with direct I/O (open(2))."""
+    if sys.platform != "linux":
         return
-    with contextlib.suppress(OSError):  # a kernel built without it; only speed is lost
-        mapping.madvise(advice)
+    for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
+        with contextlib.suppress(OSError):  # a kernel built without it
+            mapping.madvise(advice)

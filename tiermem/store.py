@@ -463,6 +463,7 @@ class _Kind:
         left = count
         while left:
             roomy = [i for i, room in enumerate(rooms) if shares[i] < room]
+            roomy.sort(key=lambda i: self.parts[i].extent_count)
             for i in roomy:
                 more = min(-(-left // len(roomy)), rooms[i] - shares[i], left)
                 shares[i] += more
