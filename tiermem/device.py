@@ -19,11 +19,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from tiermem.memory import Region, free_host_bytes
+from tiermem.timeline import Moment, Span
 
 POISON_BYTE = 0xFF
 """Every floating-point dtype reads this as NaN."""
@@ -57,12 +59,16 @@ class Device(ABC):
     def free_bytes(self) -> int: ...
 
     @abstractmethod
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, span: Span | None = None
+    ) -> Event:
         """Start a copy host to device, not before ``after``. Both must stay alive and unchanged until the event is
-        done."""
+        done. ``span`` is told when the copy runs."""
 
     @abstractmethod
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+    def copy_out(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, span: Span | None = None
+    ) -> Event:
         """Start a copy device to host, not before ``after``."""
 
     @abstractmethod
@@ -72,6 +78,14 @@ class Device(ABC):
     @abstractmethod
     def hold(self, event: Event) -> None:
         """The compute stream starts nothing new before ``event``."""
+
+    def align(self) -> None:
+        """Compare the device's clock with ``time.perf_counter``; called before ``moment``."""
+        return
+
+    def moment(self) -> Moment:
+        """When the compute stream gets to the point up to which it has been given work."""
+        return time.perf_counter()
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
         """Page-lock host memory; returns what undoes it."""
@@ -90,6 +104,14 @@ def _nothing() -> None:
     pass
 
 
+def _timed(span: Span | None, work: Callable[[], object]) -> None:
+    if span is not None:
+        span.begin(time.perf_counter())
+    work()
+    if span is not None:
+        span.end(time.perf_counter())
+
+
 class CpuDevice(Device):
     unified = True
 
@@ -102,8 +124,10 @@ class CpuDevice(Device):
     def free_bytes(self) -> int:
         return free_host_bytes()
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
-        target.copy_(source)
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, span: Span | None = None
+    ) -> Event:
+        _timed(span, lambda: target.copy_(source))
         return DONE
 
     copy_out = copy_in
@@ -123,6 +147,7 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self._in = torch.cuda.Stream(self.torch_device)
         self._out = torch.cuda.Stream(self.torch_device)
+        self._epoch: tuple[torch.cuda.Event, float] | None = None
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
@@ -133,23 +158,54 @@ class CudaDevice(Device):
         return int(free) + int(reserved)
 
     def _copy(
-        self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Event | None
+        self,
+        stream: torch.cuda.Stream,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Event | None,
+        span: Span | None,
     ) -> Event:
         with torch.cuda.stream(stream):
             if after is not None and after is not DONE:
                 stream.wait_event(after)  # type: ignore[arg-type]
             # The buffers are the runtime's own and outlive the copy: no record_stream, no caching-allocator reuse to
             # fear.
+            if span is not None:
+                span.begin(self._moment(stream))
             target.copy_(source, non_blocking=True)
+            if span is not None:
+                span.end(self._moment(stream))
             event = torch.cuda.Event()
             event.record(stream)
         return event
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
-        return self._copy(self._in, target, source, after)
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, span: Span | None = None
+    ) -> Event:
+        return self._copy(self._in, target, source, after, span)
 
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
-        return self._copy(self._out, target, source, after)
+    def copy_out(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, span: Span | None = None
+    ) -> Event:
+        return self._copy(self._out, target, source, after, span)
+
+    def align(self) -> None:
+        # Anew for each recording: elapsed_time is a float32 and loses microseconds after some minutes.
+        torch.cuda.synchronize(self.torch_device)
+        epoch = torch.cuda.Event(enable_timing=True)
+        epoch.record(torch.cuda.current_stream(self.torch_device))
+        epoch.synchronize()
+        self._epoch = epoch, time.perf_counter()
+
+    def moment(self) -> Moment:
+        return self._moment(torch.cuda.current_stream(self.torch_device))
+
+    def _moment(self, stream: torch.cuda.Stream) -> Moment:
+        if self._epoch is None:
+            raise AssertionError("a moment before align()")
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return partial(_seconds, *self._epoch, event)
 
     def mark(self) -> Event:
         event = torch.cuda.Event()
@@ -177,6 +233,11 @@ class CudaDevice(Device):
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.torch_device)
+
+
+def _seconds(epoch: torch.cuda.Event, epoch_seconds: float, event: torch.cuda.Event) -> float:
+    event.synchronize()
+    return epoch_seconds + epoch.elapsed_time(event) / 1e3
 
 
 class _SimulatedEvent:
@@ -251,15 +312,19 @@ class SimulatedDevice(Device):
     def free_bytes(self) -> int:
         return free_host_bytes()
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+    def copy_in(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, span: Span | None = None
+    ) -> Event:
         if after is None or after is DONE:
             target.fill_(POISON_BYTE)
-        return self._in.put(lambda: target.copy_(source), after)
+        return self._in.put(lambda: _timed(span, lambda: target.copy_(source)), after)
 
-    def copy_out(self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Event:
+    def copy_out(
+        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, span: Span | None = None
+    ) -> Event:
         if after is None or after is DONE:
             target.fill_(POISON_BYTE)
-        return self._out.put(lambda: target.copy_(source), after)
+        return self._out.put(lambda: _timed(span, lambda: target.copy_(source)), after)
 
     def mark(self) -> Event:
         return DONE

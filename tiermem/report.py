@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from tiermem.memory import format_bytes
 from tiermem.policy import Tier
+from tiermem.timeline import MAIN, Timeline
 
 
 @dataclass
@@ -19,9 +21,14 @@ class Counters:
     )
     steps: int = 0
     steps_skipped: int = 0
+    timeline: Timeline | None = None
 
-    def waited(self, what: str, seconds: float) -> None:
+    def waited(self, what: str, seconds: float, block: str = "") -> None:
+        """The main thread has just waited so long, for ``block``."""
         self.seconds_waited[what] += seconds
+        if self.timeline is not None and self.timeline.on:
+            now = time.perf_counter()
+            self.timeline.add(MAIN, block, what, now - seconds, now)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,8 @@ class SlabPool:
         self._free: deque[Slab] = deque(slabs)
         self._waiting: deque[asyncio.Future[Slab]] = deque()
         self._closed = False
+        self.watch: Callable[[int], None] | None = None
+        """Told of the number of slabs on loan whenever it changes."""
         with contextlib.ExitStack() as done:
             for one in pin if isinstance(pin, Sequence) else () if pin is None else (pin,):
                 done.callback(one(address, self.nbytes))
@@ -75,12 +77,18 @@ class SlabPool:
         """Slabs that can be acquired without waiting."""
         return len(self._free)
 
+    def _count(self) -> None:
+        if self.watch is not None:
+            self.watch(self.count - len(self._free))
+
     async def acquire(self) -> Slab:
         """The next free slab; waits in turn while all are on loan."""
         if self._closed:
             raise RuntimeError("the slab pool is closed")
         if self._free:
-            return self._lend(self._free.popleft())
+            slab = self._lend(self._free.popleft())
+            self._count()
+            return slab
         waiter: asyncio.Future[Slab] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         try:
@@ -127,6 +135,7 @@ class SlabPool:
                 waiter.set_result(self._lend(slab))
                 return
         self._free.append(slab)
+        self._count()
 
 
 def _advise(mapping: mmap.mmap) -> None:

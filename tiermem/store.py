@@ -31,6 +31,7 @@ from typing import TypeAlias
 
 from tiermem.io.engine import DIRECT_ALIGNMENT, Engine, File, address_of, finish
 from tiermem.io.mounts import file_system
+from tiermem.timeline import DISK_READ, DISK_WRITE, Timeline
 
 __all__ = [
     "NoFreeExtentError",
@@ -84,13 +85,20 @@ class Store:
         time before one waits.
     checksum: a function of (address, bytes), such as `Kernels.checksum`. With one, the sum of every version is kept in
         memory, and a swap in that reads anything else raises `OSError`.
+    timeline: where transfers are recorded while it is on.
 
     Raises `OSError` when a directory is missing, not a directory, not writable or full, naming it. Warns when one is in
     memory (tmpfs).
     """
 
     def __init__(
-        self, directories: Sequence[Path | str], engine: Engine, *, spare: int = 4, checksum: Checksum | None = None
+        self,
+        directories: Sequence[Path | str],
+        engine: Engine,
+        *,
+        spare: int = 4,
+        checksum: Checksum | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         if not directories:
             raise ValueError("the disk tier needs at least one directory")
@@ -99,6 +107,7 @@ class Store:
         self.engine = engine
         self.spare = spare
         self.checksum = checksum
+        self.timeline = timeline
         self._kinds: dict[str, _Kind] = {}
         self._owned = OwnedDirectories()
         self._finalizer = weakref.finalize(self, self._owned.remove)
@@ -155,8 +164,9 @@ class Store:
         else:
             known.grow(count, 0)
 
-    def record(self, kind: str, nbytes: int) -> Record:
-        """A new record of at most a whole extent of that kind. It holds nothing until it is swapped out."""
+    def record(self, kind: str, nbytes: int, label: tuple[str, str] = ("", "")) -> Record:
+        """A new record of at most a whole extent of that kind. It holds nothing until it is swapped out. ``label``:
+        whose bytes these are, and which of them, for the timeline."""
         self._check_open()
         if kind not in self._kinds:
             raise ValueError(f"nothing was reserved for kind {kind!r}")
@@ -166,7 +176,7 @@ class Store:
         if known.record_count == known.record_count_max:
             raise ValueError(f"kind {kind!r} was reserved for {known.record_count_max} records; reserve more first")
         known.record_count += 1
-        return Record(self, known, nbytes)
+        return Record(self, known, nbytes, label)
 
     def close(self) -> None:
         """Remove every file and directory. Transfers in flight complete, into files that have no name any more."""
@@ -204,8 +214,9 @@ class Record:
     and page-aligned, which lets all of it go around the page cache. What lies between the two is not meaningful.
     """
 
-    def __init__(self, store: Store, kind: _Kind, nbytes: int) -> None:
+    def __init__(self, store: Store, kind: _Kind, nbytes: int, label: tuple[str, str]) -> None:
         self.nbytes = nbytes
+        self.label = label
         self.padded_bytes = _round_up(nbytes)
         self._store = store
         self._kind = kind
@@ -276,6 +287,16 @@ class Record:
             version, self._current = self._current, None
             version.unpin()
 
+    @contextlib.contextmanager
+    def _busy(self, mount: _Mount, nbytes: int, *, write: bool) -> Iterator[None]:
+        start = time.perf_counter()
+        with mount.busy(nbytes, write=write):
+            yield
+        timeline = self._store.timeline
+        if timeline is not None and timeline.on:
+            row = DISK_WRITE if write else DISK_READ
+            timeline.add(row, *self.label, start, time.perf_counter(), nbytes, str(mount.parent))
+
     def _window(self, memory: memoryview) -> memoryview:
         if memory.format != "B" or memory.ndim != 1:
             memory = memory.cast("B")
@@ -305,7 +326,7 @@ class Version:
         """Read it."""
         target = self._record._window(target)
         part = self._place.part
-        with part.mount.busy(target.nbytes, write=False):
+        with self._record._busy(part.mount, target.nbytes, write=False):
             await self._record._store.engine.read(part.file, self.offset_bytes, target)
         if self._checksum is not None and await self._sum(target) != self._checksum:
             what = f"checksum mismatch, reading {self.nbytes} bytes at offset {self.offset_bytes}: not what was written"
@@ -315,7 +336,7 @@ class Version:
         part = self._place.part
         checksum = asyncio.ensure_future(self._sum(source)) if self._record._store.checksum is not None else None
         try:
-            with part.mount.busy(source.nbytes, write=True):
+            with self._record._busy(part.mount, source.nbytes, write=True):
                 await self._record._store.engine.write(part.file, self.offset_bytes, source)
         finally:
             if checksum is not None:
