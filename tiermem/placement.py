@@ -30,6 +30,9 @@ class BlockPlan:
     resident: bool
     home: Tier = Tier.HOST
     states_home: Tier | None = None
+    """DISK also where some chunks' states are in HOST: see ``host_states``."""
+    host_states: frozenset[int] = frozenset()
+    """Chunks whose states rest in HOST."""
     gradients_home: Tier | None = None
 
     @property
@@ -176,16 +179,27 @@ def _choose_gradients(plans: list[BlockPlan], has_disk: bool, host: Budget) -> N
 def _choose_states(plans: list[BlockPlan], policy: Policy, has_disk: bool, host: Budget) -> None:
     if policy.states is Tier.DISK and not has_disk:
         raise ValueError("Policy(states='disk') needs a directory: Memory(disk=...)")
-    for plan in plans:
-        if plan.trainable:
-            if policy.states == "auto":
-                fits = plan.layout.state_bytes <= host.free_bytes
-                plan.states_home = Tier.HOST if fits or not has_disk else Tier.DISK
-            else:
-                assert isinstance(policy.states, Tier)
-                plan.states_home = policy.states
-            if plan.states_home is Tier.HOST:
-                host.take(plan.layout.state_bytes, f"optimizer states of block {plan.name}")
+    trained = [plan for plan in plans if plan.trainable]
+    total = sum(plan.layout.state_bytes for plan in trained)
+    all_in_host = policy.states is Tier.HOST or (policy.states == "auto" and (total <= host.free_bytes or not has_disk))
+    # What fits in HOST is spread evenly over the blocks, so that memory and disk work on every block at the same time.
+    share = min(1.0, host.free_bytes / total) if total and policy.states == "auto" else 0.0
+    credit = 0.0
+    for plan in trained:
+        chunks = [chunk for chunk in plan.layout.chunks if chunk.trainable]
+        plan.states_home = Tier.HOST if all_in_host else Tier.DISK
+        if all_in_host:
+            plan.host_states = frozenset(chunk.index for chunk in chunks)
+            host.take(plan.layout.state_bytes, f"optimizer states of block {plan.name}")
+            continue
+        kept = set()
+        for chunk in chunks:
+            credit += share * chunk.state_bytes
+            if chunk.state_bytes <= min(credit, host.free_bytes):
+                credit -= chunk.state_bytes
+                host.take(chunk.state_bytes, f"optimizer states of block {plan.name}")
+                kept.add(chunk.index)
+        plan.host_states = frozenset(kept)
 
 
 def _choose_slots(plans: list[BlockPlan], nesting: int, unified: bool, device: Budget) -> tuple[int, int]:

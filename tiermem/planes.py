@@ -145,6 +145,8 @@ class Block:
     home: Tier
     """Of the weight plane."""
     states_home: Tier | None = None
+    host_states: frozenset[int] = frozenset()
+    """Chunks whose states rest in HOST; the others' rest on DISK."""
     gradients_home: Tier | None = None
     plane: torch.Tensor | None = None
     """uint8 (weight_bytes,) in HOST; None: the weights rest on DISK."""
@@ -192,6 +194,12 @@ class Block:
     @property
     def resident(self) -> bool:
         return self.home is Tier.DEVICE
+
+    @property
+    def states_in_host(self) -> float:
+        """Share of the state bytes that rest in HOST."""
+        bytes_of = {chunk.layout.index: chunk.layout.state_bytes for chunk in self.chunks if chunk.layout.trainable}
+        return sum(bytes_of[index] for index in self.host_states) / max(1, sum(bytes_of.values()))
 
     @property
     def numel(self) -> int:

@@ -33,13 +33,15 @@ class Counters:
 
 @dataclass(frozen=True)
 class BlockReport:
-    """Where one block's planes rest. ``None``: the block has none (frozen)."""
+    """Where one block's planes rest. ``None``: the block has none (frozen). Where ``states`` is DISK,
+    ``states_in_host`` is the share of their bytes that stays in HOST all the same."""
 
     name: str
     numel: int
     weights: Tier
     states: Tier | None
     grads: Tier | None
+    states_in_host: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,9 @@ class Runtime:
                 Held(parameter, name, position, dtype)
                 for position, ((name, parameter), dtype) in enumerate(zip(spec.parameters, kinds, strict=True))
             ]
-            block = Block(index, spec.name, held, plan.layout, plan.home, plan.states_home, plan.gradients_home)
+            block = Block(
+                index, spec.name, held, plan.layout, plan.home, plan.states_home, plan.host_states, plan.gradients_home
+            )
             block.make_placeholders(self.device.torch_device)
             for one in held:
                 one.runtime = self
@@ -209,7 +211,7 @@ class Runtime:
         extents = []
         if plan.home is Tier.DISK:
             extents.append(("weight", extent_class(chunk.weight_bytes)))
-        if chunk.trainable and plan.states_home is Tier.DISK:
+        if chunk.trainable and chunk.index not in plan.host_states:
             extents.append(("state", extent_class(chunk.state_bytes)))
         if chunk.trainable and plan.gradients_home is Tier.DISK:
             extents.append(("gradient", extent_class(chunk.weight_bytes)))
@@ -241,7 +243,8 @@ class Runtime:
         if block.gradients_home is Tier.HOST:
             nbytes = block.gradients.layout.nbytes
             block.gradients.plane = self._region(nbytes, pin).carve(nbytes)
-        states = self._region(layout.state_bytes) if block.states_home is Tier.HOST and layout.state_bytes else None
+        in_host = sum(chunk.layout.state_bytes for chunk in block.chunks if chunk.layout.index in block.host_states)
+        states = self._region(in_host) if in_host else None
         for chunk in block.chunks:
             self._make_chunk(block, chunk, states)
 
@@ -250,7 +253,7 @@ class Runtime:
         if block.home is Tier.DISK and chunk.weight is None:
             chunk.weight = self.record("weight", layout.weight_bytes)
         if layout.trainable and chunk.state is None:
-            if block.states_home is Tier.DISK:
+            if layout.index not in block.host_states:
                 chunk.state = self.record("state", layout.state_bytes)
             else:
                 assert states is not None
@@ -328,6 +331,8 @@ class Runtime:
         if block.states_home is Tier.HOST:
             self.host_budget.take(added, f"optimizer states of {held.name}")
             region = self._region(added)
+            new_chunks = {c.layout.index for c in block.chunks if c.layout.trainable and c.state is None}
+            block.host_states |= new_chunks
         for chunk in block.chunks:
             self._make_chunk(block, chunk, region)
         block.gradients.direct = self.device.unified and block.gradients_home is Tier.HOST
@@ -549,7 +554,10 @@ class Runtime:
         if self.engine is not None:
             fallbacks += self.engine.fallbacks
         return Report(
-            [BlockReport(b.name, b.numel, b.home, b.states_home, b.gradients_home) for b in self.blocks],
+            [
+                BlockReport(b.name, b.numel, b.home, b.states_home, b.gradients_home, b.states_in_host)
+                for b in self.blocks
+            ],
             {
                 Tier.DEVICE: self.device_budget.used_bytes,
                 Tier.HOST: self.host_budget.used_bytes,

@@ -139,6 +139,10 @@ class Updates:
         work = []
         async with self._turn:
             for chunk, runs in plans:
+                extents = self._in_memory(block, chunk, gradients)
+                if extents is not None:
+                    work.append(asyncio.ensure_future(self._kernel(_tasks(chunk, runs, extents))))
+                    continue
                 slab = await self._runtime.staging_pool().acquire()
                 work.append(asyncio.ensure_future(self._update_staged(block, chunk, runs, slab, gradients, read)))
         await self._runtime.settle_or_fail(work)
