@@ -9,7 +9,6 @@ other.
 from __future__ import annotations
 
 import asyncio
-import time
 from concurrent.futures import Future
 
 import torch
@@ -22,6 +21,7 @@ from tiermem.report import Counters
 from tiermem.schedule import Schedule
 from tiermem.slab import SlabPool
 from tiermem.slots import Slot, SlotPool
+from tiermem.timeline import COPY_IN, Timeline
 from tiermem.transfer import bytes_of
 
 
@@ -36,6 +36,7 @@ class Gathering:
         slots: SlotPool,
         staging: SlabPool | None,
         counters: Counters,
+        timeline: Timeline,
     ) -> None:
         self._device = device
         self._background = background
@@ -43,6 +44,7 @@ class Gathering:
         self.slots = slots
         self._staging = staging
         self._counters = counters
+        self._timeline = timeline
         self._clock = 0
         self.training = Schedule()
         self.inference = Schedule()
@@ -115,7 +117,7 @@ class Gathering:
         """Return when the block's update and load have ended."""
         block.wait_update()
         if block.slot is not None and block.slot.load is not None:
-            self._timed_wait(block.slot.load)
+            self._timed_wait(block.slot.load, block)
 
     def plane_for_unpack(self, block: Block) -> torch.Tensor:
         """The gathered block's weight plane on the device (uint8)."""
@@ -129,10 +131,12 @@ class Gathering:
         block.unpoint()
         if block.slot is not None:
             block.slot.free_after = self._device.mark()
+            if self._timeline.on:
+                self.slots.count()
 
     def _gather_in_place(self, block: Block) -> None:
         if block.update is not None:
-            self._timed_wait(block.update)
+            self._timed_wait(block.update, block)
             block.update = None
         if block.uploaded is not None:
             self._device.hold(block.uploaded)
@@ -150,7 +154,7 @@ class Gathering:
         slot.taken = self._clock
         if slot.load is not None:
             try:
-                self._timed_wait(slot.load)
+                self._timed_wait(slot.load, block)
             except BaseException:
                 self._empty(slot)
                 raise
@@ -158,16 +162,16 @@ class Gathering:
             block.update = None  # the load waited for it
         self._device.hold(slot.loaded)
         block.point(slot.views(block))
+        slot.ahead = False
+        if self._timeline.on:
+            self.slots.count()
 
-    def _timed_wait(self, future: Future[None]) -> None:
+    def _timed_wait(self, future: Future[None], block: Block) -> None:
         if future.done():
             future.result()
             return
-        start = time.perf_counter()
-        try:
+        with self._counters.waiting("gather", self._timeline, block.name):
             future.result()
-        finally:
-            self._counters.waited("gather", time.perf_counter() - start)
 
     def _choose(self, block: Block) -> Slot:
         """The slot whose loss costs least, ready to be taken."""
@@ -226,6 +230,9 @@ class Gathering:
 
     def _start_load(self, block: Block, slot: Slot) -> None:
         slot.block, block.slot = block, slot
+        slot.ahead = True
+        if self._timeline.on:
+            self.slots.count()
         if block.plane is not None and (block.update is None or block.update.done()):
             block.wait_update()
             slot.load = None
@@ -236,7 +243,8 @@ class Gathering:
     def _copy_in(self, block: Block, slot: Slot) -> None:
         assert block.plane is not None
         nbytes = block.layout.weight_bytes
-        slot.loaded = self._device.copy_in(slot.buffer[:nbytes], block.plane, slot.free_after)
+        span = self._timeline.span(COPY_IN, block.name, "weight", nbytes)
+        slot.loaded = self._device.copy_in(slot.buffer[:nbytes], block.plane, slot.free_after, span)
         self._counters.bytes_copied_in += nbytes
 
     async def _load(self, block: Block, slot: Slot) -> None:
@@ -271,7 +279,8 @@ class Gathering:
                 await record.swap_in(source)
             else:
                 source[:] = bytes(layout.weight_bytes)
-            event = self._device.copy_in(target, torch.frombuffer(source, dtype=torch.uint8), slot.free_after)
+            span = self._timeline.span(COPY_IN, block.name, "weight", layout.weight_bytes)
+            event = self._device.copy_in(target, torch.frombuffer(source, dtype=torch.uint8), slot.free_after, span)
             self._counters.bytes_copied_in += layout.weight_bytes
             await self._background.wait(event.synchronize)
         slot.loaded = DONE

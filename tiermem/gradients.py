@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -33,6 +32,7 @@ from tiermem.kernels.abi import F32, AccumulateTask
 from tiermem.layout import PAGE_BYTES, GradientPlane, round_up
 from tiermem.planes import TRAINABLE_CODES, Block, ChunkHome, Held, held_of
 from tiermem.policy import Tier
+from tiermem.timeline import COPY_OUT
 from tiermem.transfer import bytes_of
 
 if TYPE_CHECKING:
@@ -422,9 +422,8 @@ class Gradients:
                 self._start_flush(block)
                 flushing = [block]
             futures = [block.gradients.flush for block in flushing if block.gradients.flush is not None]
-            start = time.perf_counter()
-            done, _ = wait(futures, return_when=FIRST_COMPLETED)
-            self._runtime.counters.waited("gradient", time.perf_counter() - start)
+            with self._runtime.counters.waiting("gradient", self._runtime.timeline, flushing[0].name):
+                done, _ = wait(futures, return_when=FIRST_COMPLETED)
             for block in flushing:
                 if block.gradients.flush in done:
                     self._settle(block)
@@ -527,13 +526,15 @@ class Gradients:
         self._runtime.counters.bytes_copied_out += source.numel()
         if narrow and all(arrival.new and arrival.factor is None for arrival in plan):
             offset = gradients.layout.offset(layout.section, layout.start)
-            event = self._device.copy_out(gradients.plane[offset : offset + source.numel()], source, ready)
+            span = self._runtime.timeline.span(COPY_OUT, block.name, "gradient", source.numel())
+            event = self._device.copy_out(gradients.plane[offset : offset + source.numel()], source, ready, span)
             await self._runtime.background.wait(event.synchronize)
             tasks = _tasks(plan, source=target, source_dtype=dtype, target=None, target_dtype=dtype)
-            await self._accumulate(tasks)
+            await self._accumulate(block, tasks)
             return
         async with self._runtime.staging_pool().loan() as slab:
-            event = self._device.copy_out(_tensor(slab.view[: source.numel()]), source, ready)
+            span = self._runtime.timeline.span(COPY_OUT, block.name, "gradient", source.numel())
+            event = self._device.copy_out(_tensor(slab.view[: source.numel()]), source, ready, span)
             await self._runtime.background.wait(event.synchronize)
             stored = torch.float32 if gradients.wide else dtype
             tasks = _tasks(
@@ -545,7 +546,7 @@ class Gradients:
                 previous=target,
                 previous_dtype=stored,
             )
-            await self._accumulate(tasks)
+            await self._accumulate(block, tasks)
 
     async def _flush_to_disk(
         self, block: Block, slot: GradientSlot, chunk: ChunkHome, plan: list[_Arrival], ready: Event
@@ -567,13 +568,15 @@ class Gradients:
             if self._device.unified:
                 addresses[0] = source.data_ptr()
             else:
-                event = self._device.copy_out(_tensor(views[0][: source.numel()]), source, ready)
+                span = self._runtime.timeline.span(COPY_OUT, block.name, "gradient", source.numel())
+                event = self._device.copy_out(_tensor(views[0][: source.numel()]), source, ready, span)
                 self._runtime.counters.bytes_copied_out += source.numel()
                 await self._runtime.background.wait(event.synchronize)
             if fresh:
                 chunk.gradient_is_wide = False
                 await self._accumulate(
-                    _tasks(plan, source=addresses[0], source_dtype=dtype, target=None, target_dtype=dtype)
+                    block,
+                    _tasks(plan, source=addresses[0], source_dtype=dtype, target=None, target_dtype=dtype),
                 )
                 await chunk.gradient.swap_out(views[0][: source.numel()])
                 return
@@ -586,6 +589,7 @@ class Gradients:
             new = [arrival for arrival in plan if arrival.new]
             kept = [arrival for arrival in plan if not arrival.new]
             await self._accumulate(
+                block,
                 _tasks(
                     new,
                     source=addresses[0],
@@ -594,24 +598,25 @@ class Gradients:
                     target_dtype=result,
                     previous=addresses[1],
                     previous_dtype=old,
-                )
+                ),
             )
             await self._accumulate(
-                _tasks(kept, source=addresses[1], source_dtype=old, target=addresses[2], target_dtype=result)
+                block, _tasks(kept, source=addresses[1], source_dtype=old, target=addresses[2], target_dtype=result)
             )
             if wide and chunk.wide_gradient is None:
-                chunk.wide_gradient = self._runtime.record("wide_gradient", room)
+                chunk.wide_gradient = self._runtime.record("wide_gradient", room, block)
             record = chunk.wide_gradient if wide else chunk.gradient
             assert record is not None
             await record.swap_out(views[2][: round_up(layout.numel * result.itemsize, PAGE_BYTES)])
             chunk.gradient_is_wide = wide
 
-    async def _accumulate(self, tasks: list[AccumulateTask]) -> None:
+    async def _accumulate(self, block: Block, tasks: list[AccumulateTask]) -> None:
         if tasks:
             array = (AccumulateTask * len(tasks))(*tasks)
-            await self._runtime.background.kernel(
-                self._runtime.kernels.accumulate, array, len(tasks), self._runtime.threads
-            )
+            timeline, runtime = self._runtime.timeline, self._runtime
+            numel = sum(task.numel for task in tasks) if timeline.on else 0
+            work = runtime.kernels.accumulate, array, len(tasks), runtime.threads
+            await runtime.background.kernel(timeline.call, block.name, "gradient", numel, *work)
 
     def widen(self, block: Block) -> None:
         """Give the block an fp32 gradient plane in HOST, keeping the gradients it has. Once per block; afterwards the
@@ -665,11 +670,8 @@ class Gradients:
     def _wait_flush(self, block: Block) -> None:
         gradients = block.gradients
         if gradients.flush is not None:
-            start = time.perf_counter()
-            try:
+            with self._runtime.counters.waiting("gradient", self._runtime.timeline, block.name):
                 gradients.flush.result()
-            finally:
-                self._runtime.counters.waited("gradient", time.perf_counter() - start)
             gradients.flush = None
 
     def end_backward(self, block: Block) -> None:
@@ -819,10 +821,11 @@ class Gradients:
                     measured = _Arrival(held, segment.chunk_start, segment.numel, piece, first, True, None)
                     start = values.data_ptr()
                     await self._accumulate(
-                        _tasks([measured], source=start, source_dtype=torch.float32, target=None, target_dtype=dtype)
+                        held.block,
+                        _tasks([measured], source=start, source_dtype=torch.float32, target=None, target_dtype=dtype),
                     )
                     if chunk.wide_gradient is None:
-                        chunk.wide_gradient = self._runtime.record("wide_gradient", room)
+                        chunk.wide_gradient = self._runtime.record("wide_gradient", room, held.block)
                     await chunk.wide_gradient.swap_out(slab.view[room : 2 * room])
                     chunk.gradient_is_wide = True
 

@@ -166,9 +166,11 @@ class Unit:
         if self._seen != runtime.forwards:
             self._seen = runtime.forwards
             self._pushed.clear()
+        runtime.timeline.pause()
         if not runtime.forward_depth:
             runtime.forward_frame = sys._getframe(1)
             if not runtime.in_backward:
+                runtime.timeline.clear()
                 self._saved.pop_leftovers()
                 runtime.gathering.begin(training=torch.is_grad_enabled())
         self._pushed.append(self._saved.push())
@@ -179,6 +181,8 @@ class Unit:
                     self._gather()
             else:
                 self._gather()
+        if runtime.timeline.on:
+            runtime.timeline.enter(self.name, "recompute" if runtime.in_backward else "forward")
 
     def _gather(self) -> None:
         runtime = self._runtime
@@ -220,6 +224,7 @@ class Unit:
         runtime = self._runtime
         if not self._leave():
             return None
+        runtime.timeline.leave()
         if self.blocks:
             output = self._detached_from_slots(output)
             for block in self.blocks:
@@ -230,6 +235,8 @@ class Unit:
                         tensor.register_hook(self.before_backward)
         if not runtime.forward_depth and not runtime.in_backward:
             runtime.gathering.release_soft()
+            if runtime.timeline.on and torch.is_grad_enabled():
+                runtime.timeline.enter("loss", "forward")
         return output
 
     def _detached_from_slots(self, output: Any) -> Any:
@@ -263,6 +270,7 @@ class Unit:
         runtime = self._runtime
         runtime.check()
         runtime.enter_backward()
+        runtime.timeline.pause()
         for block in self.blocks:
             runtime.gradients.begin_backward(block)
             if _profiling():
@@ -270,6 +278,7 @@ class Unit:
                     runtime.gathering.gather(block, hold=False)
             else:
                 runtime.gathering.gather(block, hold=False)
+        runtime.timeline.replace(self.name, "backward")
 
     def cast_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tiermem.memory import format_bytes
@@ -21,14 +23,19 @@ class Counters:
     )
     steps: int = 0
     steps_skipped: int = 0
-    timeline: Timeline | None = None
 
-    def waited(self, what: str, seconds: float, block: str = "") -> None:
-        """The main thread has just waited so long, for ``block``."""
-        self.seconds_waited[what] += seconds
-        if self.timeline is not None and self.timeline.on:
-            now = time.perf_counter()
-            self.timeline.add(MAIN, block, what, now - seconds, now)
+    @contextmanager
+    def waiting(self, what: str, timeline: Timeline, block: str) -> Iterator[None]:
+        """The main thread waits inside, for something of ``block``."""
+        start = time.perf_counter()
+        timeline.pause()
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            self.seconds_waited[what] += end - start
+            timeline.add(MAIN, block, what, start, end)
+            timeline.resume()
 
 
 @dataclass(frozen=True)

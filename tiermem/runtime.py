@@ -36,6 +36,7 @@ from tiermem.report import BlockReport, Counters, Report
 from tiermem.slab import SlabPool
 from tiermem.slots import SlotPool
 from tiermem.store import Record, Store, check_directory
+from tiermem.timeline import Timeline
 from tiermem.transfer import all_of
 from tiermem.update import Hyperparameters, ParameterUpdates, Updates
 from tiermem.values import Values
@@ -56,6 +57,7 @@ class Runtime:
         self.policy = policy
         self.memory = memory
         self.counters = Counters()
+        self.timeline = Timeline(type(module).__name__, device, [str(path) for path in memory.directories])
         self.closed = False
         self.error: BaseException | None = None
         self.eager = policy.update_in_backward
@@ -156,12 +158,19 @@ class Runtime:
         uses_disk = any(Tier.DISK in (p.home, p.states_home, p.gradients_home) for p in placement.blocks)
         if self.memory.directories and (uses_disk or placement.slab_count):
             self.engine = select(self.memory.directories, self.policy.io)
-            self.store = Store(self.memory.directories, self.engine, spare=max(2, placement.slab_count))
+            self.store = Store(
+                self.memory.directories, self.engine, spare=max(2, placement.slab_count), timeline=self.timeline
+            )
         pin = None if self.device.unified else self.device.pin
         if placement.slab_count:
             self._staging = SlabPool(placement.slab_bytes, placement.slab_count, pin)
+            self._staging.watch = self.timeline.counter("slabs", placement.slab_count)
         self._slots = SlotPool(self.device, placement.slot_bytes, placement.slot_count)
-        self.gathering = Gathering(self.device, self.background, self.blocks, self._slots, self._staging, self.counters)
+        if placement.slot_count:
+            self._slots.watch = self.timeline.counter("slots", placement.slot_count)
+        self.gathering = Gathering(
+            self.device, self.background, self.blocks, self._slots, self._staging, self.counters, self.timeline
+        )
         self.gradients = Gradients(
             self, slot_bytes=placement.gradient_slot_bytes, slot_count=placement.gradient_slot_count
         )
@@ -217,16 +226,16 @@ class Runtime:
             extents.append(("gradient", extent_class(chunk.weight_bytes)))
         return extents
 
-    def record(self, kind: str, nbytes: int) -> Record:
-        """A record for one more extent. Reserves space for it if the plan did not."""
+    def record(self, kind: str, nbytes: int, block: Block) -> Record:
+        """A record for one more extent of ``block``. Reserves space for it if the plan did not."""
         assert self.store is not None
         size = extent_class(nbytes)
         name = f"{kind}-{size}"
         try:
-            return self.store.record(name, nbytes)
+            return self.store.record(name, nbytes, (block.name, kind))
         except ValueError:
             self.store.reserve(name, size, 1)
-            return self.store.record(name, nbytes)
+            return self.store.record(name, nbytes, (block.name, kind))
 
     def _make_planes(self, block: Block) -> None:
         """Memory and records for a new block. The budgets were charged by the placement."""
@@ -251,15 +260,15 @@ class Runtime:
     def _make_chunk(self, block: Block, chunk: ChunkHome, states: Region | None) -> None:
         layout = chunk.layout
         if block.home is Tier.DISK and chunk.weight is None:
-            chunk.weight = self.record("weight", layout.weight_bytes)
+            chunk.weight = self.record("weight", layout.weight_bytes, block)
         if layout.trainable and chunk.state is None:
             if layout.index not in block.host_states:
-                chunk.state = self.record("state", layout.state_bytes)
+                chunk.state = self.record("state", layout.state_bytes, block)
             else:
                 assert states is not None
                 chunk.state = states.carve(layout.state_bytes)
         if layout.trainable and block.gradients_home is Tier.DISK and chunk.gradient is None:
-            chunk.gradient = self.record("gradient", layout.weight_bytes)
+            chunk.gradient = self.record("gradient", layout.weight_bytes, block)
 
     def _region(self, nbytes: int, pin: Any = None) -> Region:
         region = Region(nbytes, pin)
@@ -406,6 +415,7 @@ class Runtime:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
+        self.timeline.finish()
         self.in_backward = False
         for block in self.blocks:
             block.read_in_backward = False
@@ -490,6 +500,7 @@ class Runtime:
         self.check()
         if self.eager:
             self._end_eager_step(parameters, scalars)
+            self.timeline.step_ended(self.counters.steps)
             return
         self.gradients.settle()
         by_block: dict[Block, ParameterUpdates] = {}
@@ -502,6 +513,7 @@ class Runtime:
             self._hand_over(by_block)
         self.gathering.begin(training=True)
         self.gathering.prefetch()
+        self.timeline.step_ended(self.counters.steps)
 
     def _hand_over(self, by_block: dict[Block, ParameterUpdates]) -> None:
         self.counters.steps += 1
@@ -524,6 +536,7 @@ class Runtime:
     def skip(self, culprit: str) -> None:
         """Count a step that changes nothing because the gradient of ``culprit`` is not finite."""
         self.counters.steps_skipped += 1
+        self.timeline.step_ended(self.counters.steps + self.counters.steps_skipped)
         if not self._warned_nonfinite:
             self._warned_nonfinite = True
             warnings.warn(

@@ -6,6 +6,7 @@ bytes: the block can be gathered again at no cost until the slot is taken for an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
@@ -28,6 +29,7 @@ class Slot:
         self.loaded: Event = DONE
         self.free_after: Event = DONE
         """The compute that last read the slot."""
+        self.ahead = False  # loaded, or loading, for a gather to come
         self.taken = 0  # when the slot was last taken or used, in gathers
         self._storage = self.buffer.untyped_storage()
         self._views: dict[Block, list[torch.Tensor]] = {}
@@ -69,6 +71,13 @@ class SlotPool:
         self.nbytes = nbytes
         self.slots = [Slot(device, nbytes, index) for index in range(count)]
         self.by_address = {slot.address: slot for slot in self.slots if nbytes}
+        self.watch: Callable[[int], None] | None = None
+        """Told how many slots are in use: gathered, or on their way to be."""
+
+    def count(self) -> None:
+        """Called when the use of a slot has changed."""
+        if self.watch is not None:
+            self.watch(sum(s.block is not None and (s.block.gathered or s.ahead) for s in self.slots))
 
     def idle(self) -> Slot | None:
         """A slot that holds no block, if there is one."""

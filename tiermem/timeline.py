@@ -42,16 +42,6 @@ class Clock(Protocol):
         """When the compute stream gets to the point up to which it has been given work."""
 
 
-class HostClock:
-    """For work that happens where it is called."""
-
-    def align(self) -> None:
-        return
-
-    def moment(self) -> Moment:
-        return time.perf_counter()
-
-
 class Interval(NamedTuple):
     row: str
     disk: str  # the directory, in the rows of a disk
@@ -99,7 +89,7 @@ class Recording:
 class Timeline:
     """Belongs to one runtime. Written to from any of its threads; turned on and off by one.
 
-    model: the name of what is trained. disks: directories, as the user gave them. capacities: of each counted pool.
+    model: the name of what is trained. disks: directories, as the user gave them.
     """
 
     def __init__(self, model: str, clock: Clock, disks: list[str]) -> None:
@@ -118,13 +108,13 @@ class Timeline:
             raise RuntimeError("this model is being traced already")
         self._clock.align()
         recording = Recording(self._model, self._disks, self.capacities, steps_max)
-        self._units.clear()
-        self._since = None
+        self.clear()
         self._recording, self.on = recording, True
         return recording
 
     def stop(self, recording: Recording) -> None:
         if self._recording is recording:
+            self.clear()
             recording.ended = time.perf_counter()
             self.on, self._recording = False, None
 
@@ -145,10 +135,16 @@ class Timeline:
         finally:
             self.add(CPU, name, what, start, time.perf_counter(), amount)
 
-    def count(self, name: str, value: int) -> None:
-        recording = self._recording
-        if recording is not None and len(recording.counts) < INTERVALS_MAX:
-            recording.counts.append(Count(name, time.perf_counter(), value))
+    def counter(self, name: str, capacity: int) -> Callable[[int], None]:
+        """What a pool calls with the number of its members that are in use, whenever it changes."""
+        self.capacities[name] = capacity
+
+        def count(value: int) -> None:
+            recording = self._recording
+            if recording is not None and len(recording.counts) < INTERVALS_MAX:
+                recording.counts.append(Count(name, time.perf_counter(), value))
+
+        return count
 
     def step_ended(self, number: int) -> None:
         """The optimizer's ``step()`` returns: what comes now belongs to the next one."""
@@ -168,38 +164,41 @@ class Timeline:
     def enter(self, name: str, what: str) -> None:
         """The device begins the unit ``name``."""
         self.pause()
-        if not self.on:
-            return
-        self._units.append((name, what))
-        self._since = self._clock.moment()
+        if self.on:
+            self._units.append((name, what))
+            self.resume()
 
     def leave(self) -> None:
         """The innermost unit has ended; the one around it goes on."""
         self.pause()
         if self._units:
             self._units.pop()
-        if self._units and self.on:
-            self._since = self._clock.moment()
+            self.resume()
 
     def replace(self, name: str, what: str) -> None:
         """The device begins ``name``, and all that was before has ended."""
-        self.clear()
+        self.finish()
         self.enter(name, what)
 
     def pause(self) -> None:
-        """The innermost unit must wait: until ``enter`` or ``resume`` the device does nothing of it."""
-        if self._since is not None and self._units:
+        """The device has nothing to do until ``enter`` or ``resume``: the innermost unit must wait."""
+        if self._since is not None:
             name, what = self._units[-1]
             self.add(DEVICE, name, what, self._since, self._clock.moment())
-        self._since = None
+            self._since = None
 
     def resume(self) -> None:
         if self._units and self.on:
             self._since = self._clock.moment()
 
-    def clear(self) -> None:
-        """Whatever the device was in has ended, or was abandoned."""
+    def finish(self) -> None:
+        """Whatever the device was in has ended."""
         self.pause()
+        self._units.clear()
+
+    def clear(self) -> None:
+        """Whatever the device was in was abandoned."""
+        self._since = None
         self._units.clear()
 
 

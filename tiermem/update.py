@@ -25,6 +25,7 @@ from tiermem.layout import PAGE_BYTES, round_up
 from tiermem.planes import TRAINABLE_CODES, Block, ChunkHome, Held
 from tiermem.slab import Slab
 from tiermem.store import Record
+from tiermem.timeline import COPY_IN, COPY_OUT
 from tiermem.transfer import all_of, swap_in_or_zero, tensor_of
 
 if TYPE_CHECKING:
@@ -127,8 +128,7 @@ class Updates:
         )
 
     def _update_in_memory(self, block: Block, tasks: list[UpdateTask], slot: GradientSlot | None, read: Event) -> None:
-        array = (UpdateTask * len(tasks))(*tasks)
-        self._runtime.kernels.update(array, len(tasks), self._runtime.threads)
+        self._run_kernel(block, tasks)
         if slot is not None:
             self._runtime.gradients.give_back(slot)
         self._upload(block, read)
@@ -156,12 +156,18 @@ class Updates:
         if block.resident and block.device_plane is not block.plane:
             assert block.device_plane is not None
             assert block.plane is not None
-            block.uploaded = self._runtime.device.copy_in(block.device_plane, block.plane, read)
+            span = self._runtime.timeline.span(COPY_IN, block.name, "weight", block.plane.numel())
+            block.uploaded = self._runtime.device.copy_in(block.device_plane, block.plane, read, span)
             self._runtime.counters.bytes_copied_in += block.plane.numel()
 
-    async def _kernel(self, tasks: list[UpdateTask]) -> None:
+    def _run_kernel(self, block: Block, tasks: list[UpdateTask]) -> None:
+        """In the kernel thread."""
+        runtime = self._runtime
         array = (UpdateTask * len(tasks))(*tasks)
-        await self._runtime.background.kernel(self._runtime.kernels.update, array, len(tasks), self._runtime.threads)
+        numel = sum(task.numel for task in tasks) if runtime.timeline.on else 0
+        runtime.timeline.call(
+            block.name, "update", numel, runtime.kernels.update, array, len(tasks), runtime.threads
+        )
 
     def _in_memory(self, block: Block, chunk: ChunkHome, slot: GradientSlot | None) -> _Extents | None:
         """Where the chunk's planes are, if all of them are in HOST."""
@@ -208,7 +214,8 @@ class Updates:
             weight_address = slab.address + layout.state_bytes
             if block.plane is not None:
                 weight_address = block.plane.data_ptr() + layout.weight_offset
-            await self._kernel(_tasks(chunk, runs, _Extents(weight_address, state_address, *gradient)))
+            tasks = _tasks(chunk, runs, _Extents(weight_address, state_address, *gradient))
+            await self._runtime.background.kernel(self._run_kernel, block, tasks)
             writes = []
             if isinstance(chunk.state, Record):
                 writes.append(chunk.state.swap_out(state))
@@ -229,9 +236,9 @@ class Updates:
             return
         start = block.gradients.layout.offset(layout.section, layout.start)
         device = self._runtime.device
-        event = device.copy_out(
-            tensor_of(target[: layout.weight_bytes]), slot.buffer[start : start + layout.weight_bytes], ready
-        )
+        nbytes = layout.weight_bytes
+        span = self._runtime.timeline.span(COPY_OUT, block.name, "gradient", nbytes)
+        event = device.copy_out(tensor_of(target[:nbytes]), slot.buffer[start : start + nbytes], ready, span)
         self._runtime.counters.bytes_copied_out += layout.weight_bytes
         await self._runtime.background.wait(event.synchronize)
 
