@@ -72,6 +72,7 @@ def test_the_best_setting_keeps_most_of_each_speed_with_least_memory() -> None:
     speeds = {
         ("fast reader", MIB, 4): (10.0, 1.0, 5.0),
         ("balanced", MIB, 4): (9.0, 9.0, 9.0),
+        ("dear", MIB, 4): (9.0, 9.0, 9.0),
         ("balanced", 4 * MIB, 4): (9.1, 9.1, 9.1),
         ("balanced", 4 * MIB, 16): (9.2, 9.2, 9.2),
         ("slow", 4096, 1): (1.0, 1.0, 1.0),
@@ -79,7 +80,8 @@ def test_the_best_setting_keeps_most_of_each_speed_with_least_memory() -> None:
     bench = Bench(Path("/"), "ext4", "disk", 1, True, {})
     for setting, values in speeds.items():
         bench.measurements += [
-            Measurement(Setting(*setting), mode, [v * 0.5, v, v * 1.1]) for mode, v in zip(MODES, values, strict=True)
+            Measurement(Setting(*setting), mode, [v * 0.5, v, v * 1.1], [1 / len(setting[0])])
+            for mode, v in zip(MODES, values, strict=True)
         ]
     assert best_setting(bench, bench.settings()) == Setting("balanced", MIB, 4)
     assert bench.of(Setting("slow", 4096, 1), "read").spread == pytest.approx(0.5)

@@ -44,6 +44,7 @@ MODES: tuple[Mode, ...] = ("read", "write", "mixed")
 
 _MIB = 1 << 20
 _GIB = 1 << 30
+_STREAM_SECONDS_MAX = 15.0
 _SAME_SPEED = 0.97  # within this of the best score, the setting that needs least memory is taken
 
 
@@ -385,7 +386,8 @@ class _Measuring:
 
         def stream() -> None:
             try:
-                results.append(self._move(setting, "mixed", bytes_max=self.options.stream_bytes))
+                bytes_max = self.options.stream_bytes
+                results.append(self._move(setting, "mixed", seconds=_STREAM_SECONDS_MAX, bytes_max=bytes_max))
             except BaseException as error:
                 results.append(error)
             finally:
@@ -490,7 +492,8 @@ class _Moved:
 
 
 def best_setting(bench: Bench, settings: Sequence[Setting]) -> Setting:
-    """The setting that keeps most of each mode's best speed; among equals, the one with the fewest bytes in flight."""
+    """The setting that keeps most of each mode's best speed; among equals, the one with the fewest bytes in flight, then
+    the one that costs the processor least."""
     fastest = {mode: max(bench.of(setting, mode).median for setting in settings) for mode in MODES}
 
     def score(setting: Setting) -> float:
@@ -499,10 +502,13 @@ def best_setting(bench: Bench, settings: Sequence[Setting]) -> Setting:
             product *= bench.of(setting, mode).median / fastest[mode]
         return float(product ** (1 / len(MODES)))
 
+    def cpu_seconds(setting: Setting) -> float:
+        return sum(statistics.median(bench.of(setting, mode).cpu_seconds_per_gib) for mode in MODES)
+
     enough = _SAME_SPEED * max(map(score, settings))
     return min(
         (setting for setting in settings if score(setting) >= enough),
-        key=lambda setting: (setting.request_bytes * setting.depth, -score(setting)),
+        key=lambda setting: (setting.request_bytes * setting.depth, cpu_seconds(setting)),
     )
 
 
