@@ -492,8 +492,10 @@ class _Moved:
 
 
 def best_setting(bench: Bench, settings: Sequence[Setting]) -> Setting:
-    """The setting that keeps most of each mode's best speed; among equals, the one with the fewest bytes in flight, then
-    the one that costs the processor least."""
+    """The setting that keeps most of each mode's best speed.
+
+    Among equals, the one with the fewest bytes in flight, then the one that costs the processor least.
+    """
     fastest = {mode: max(bench.of(setting, mode).median for setting in settings) for mode in MODES}
 
     def score(setting: Setting) -> float:
