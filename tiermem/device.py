@@ -237,7 +237,7 @@ class CudaDevice(Device):
 
 def _seconds(epoch: torch.cuda.Event, epoch_seconds: float, event: torch.cuda.Event) -> float:
     event.synchronize()
-    return epoch_seconds + epoch.elapsed_time(event) / 1e3
+    return epoch_seconds + float(epoch.elapsed_time(event)) / 1e3
 
 
 class _SimulatedEvent:

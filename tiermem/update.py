@@ -141,7 +141,7 @@ class Updates:
             for chunk, runs in plans:
                 extents = self._in_memory(block, chunk, gradients)
                 if extents is not None:
-                    work.append(asyncio.ensure_future(self._kernel(_tasks(chunk, runs, extents))))
+                    work.append(asyncio.ensure_future(self._kernel(block, _tasks(chunk, runs, extents))))
                     continue
                 slab = await self._runtime.staging_pool().acquire()
                 work.append(asyncio.ensure_future(self._update_staged(block, chunk, runs, slab, gradients, read)))
@@ -165,9 +165,10 @@ class Updates:
         runtime = self._runtime
         array = (UpdateTask * len(tasks))(*tasks)
         numel = sum(task.numel for task in tasks) if runtime.timeline.on else 0
-        runtime.timeline.call(
-            block.name, "update", numel, runtime.kernels.update, array, len(tasks), runtime.threads
-        )
+        runtime.timeline.call(block.name, "update", numel, runtime.kernels.update, array, len(tasks), runtime.threads)
+
+    async def _kernel(self, block: Block, tasks: list[UpdateTask]) -> None:
+        await self._runtime.background.kernel(self._run_kernel, block, tasks)
 
     def _in_memory(self, block: Block, chunk: ChunkHome, slot: GradientSlot | None) -> _Extents | None:
         """Where the chunk's planes are, if all of them are in HOST."""
@@ -214,8 +215,7 @@ class Updates:
             weight_address = slab.address + layout.state_bytes
             if block.plane is not None:
                 weight_address = block.plane.data_ptr() + layout.weight_offset
-            tasks = _tasks(chunk, runs, _Extents(weight_address, state_address, *gradient))
-            await self._runtime.background.kernel(self._run_kernel, block, tasks)
+            await self._kernel(block, _tasks(chunk, runs, _Extents(weight_address, state_address, *gradient)))
             writes = []
             if isinstance(chunk.state, Record):
                 writes.append(chunk.state.swap_out(state))
