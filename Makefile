@@ -10,14 +10,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED_FROM := pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
 
 DEMO_DISK ?= $(VENV)/demo-disk
+DEMO_STEPS ?= 30
 DEMO_SAVE ?= $(VENV)/demo-model
 
 .PHONY: demo test check format clean
 
 demo: $(VENV)/.installed-demo
 	@mkdir -p $(DEMO_DISK)
-	$(BIN)/tiermem train --model smollm2 --data stdlib --weights disk --states disk --host-memory 256MiB \
-	  --disk $(DEMO_DISK) --save $(DEMO_SAVE)
+	$(BIN)/tiermem train --model smollm2 --data stdlib --seq-len 256 --batch-size 2 --steps $(DEMO_STEPS) --lr 1e-4 \
+	  --weights disk --states disk --host-memory 256MiB --device-memory 100MiB --disk $(DEMO_DISK) --save $(DEMO_SAVE)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q
