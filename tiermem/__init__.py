@@ -9,6 +9,7 @@ from tiermem.offload import close, gather, offload, report, synchronize
 from tiermem.optim import Adam, AdamW
 from tiermem.policy import Policy, Tier
 from tiermem.report import BlockReport, Report
+from tiermem.trace import trace
 
 __all__ = [
     "Adam",
@@ -23,4 +24,5 @@ __all__ = [
     "offload",
     "report",
     "synchronize",
+    "trace",
 ]

@@ -14,6 +14,8 @@ from rich.markup import escape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tiermem.analysis import ModelTrace, StepReport
+
 app = typer.Typer(
     help="Train PyTorch models larger than GPU and machine memory.",
     no_args_is_help=True,
@@ -87,6 +89,8 @@ def train(
     weights: Annotated[Home, typer.Option(help="Where weights rest.")] = Home.auto,
     states: Annotated[StatesHome, typer.Option(help="Where optimizer states rest.")] = StatesHome.auto,
     save: Annotated[Path | None, typer.Option(help="Write the trained model here, for from_pretrained.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a timeline here, for Perfetto and 'tiermem report'.")] = None,
+    trace_steps: Annotated[int, typer.Option(min=1, help="Steps that --trace records.")] = 10,
 ) -> None:
     """Fine-tune a causal language model on text, with weights and optimizer states where they fit."""
     console = Console()
@@ -117,6 +121,8 @@ def train(
             memory=tiermem.Memory(device=device_memory, host=host_memory, disk=disk or None, disk_size=disk_size),
             policy=tiermem.Policy(weights=weights.value, states=states.value),
             save=save,
+            trace=trace,
+            trace_steps=trace_steps,
         )
         run(options, console)
     except (ValueError, OSError, RuntimeError) as error:
@@ -159,6 +165,36 @@ def doctor(
     except (ValueError, OSError, RuntimeError) as error:
         _fail(error)
     raise typer.Exit(0 if sound else 1)
+
+
+@app.command()
+def report(
+    path: Annotated[Path, typer.Argument(metavar="TRACE", help="What --trace or tiermem.trace wrote.")],
+    step: Annotated[int | None, typer.Option(help="Only this step. [default: tables of all, a typical one's picture]")] = None,
+    png: Annotated[Path | None, typer.Option(help="Where the picture goes. [default: beside the trace]")] = None,
+    picture: Annotated[bool, typer.Option(help="Draw one step; needs tiermem\\[plot].")] = True,
+) -> None:
+    """Say what bound each step of a trace, and draw one."""
+    from tiermem import analysis
+
+    try:
+        for index, model in enumerate(analysis.load(path)):
+            reports = [one for one in analysis.analyse(model) if step in (None, one.step.number)]
+            if not reports:
+                _fail(ValueError(f"{path} has no {'whole step' if step is None else f'step {step}'} of {model.name}"))
+            print(analysis.describe(model, reports))
+            if picture:
+                target = png or path.with_suffix(".png")
+                _draw(model, analysis.typical(reports), target.with_stem(target.stem + f"-{index + 1}" * (index > 0)))
+    except (ValueError, OSError, RuntimeError) as error:
+        _fail(error)
+
+
+def _draw(model: ModelTrace, report: StepReport, target: Path) -> None:
+    from tiermem.picture import draw
+
+    draw(model, report, target)
+    print(f"\npicture of step {report.step.number}: {target}")
 
 
 bench = typer.Typer(help="Measure what training will rest on.", no_args_is_help=True)

@@ -20,6 +20,7 @@ from tiermem.planes import Held, held_of
 from tiermem.policy import Policy
 from tiermem.report import Report
 from tiermem.runtime import Runtime
+from tiermem.trace import register
 
 M = TypeVar("M", bound=nn.Module)
 _ATTRIBUTE = "_tiermem_surface"
@@ -57,6 +58,7 @@ def offload(
             if buffer is not None and buffer.device.type != "meta" and buffer.device != on.torch_device:
                 part._buffers[name] = buffer.to(on.torch_device)
     runtime = Runtime(module, memory or Memory(), policy or Policy(), on)
+    register(runtime.timeline)
     object.__setattr__(module, _ATTRIBUTE, Surface(module, runtime))
     return module
 

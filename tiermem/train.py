@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ class TrainOptions:
     memory: tiermem.Memory = field(default_factory=tiermem.Memory)
     policy: tiermem.Policy = field(default_factory=tiermem.Policy)
     save: Path | None = None
+    trace: Path | None = None
+    trace_steps: int = 10
 
     def __post_init__(self) -> None:
         for name in ("sequence_length", "batch_size", "steps", "grad_accum", "eval_batches"):
@@ -126,7 +128,10 @@ def run(options: TrainOptions, console: Console) -> TrainResult:
     console.print(f"held-out loss before: [bold]{before:.3f}[/] ({len(held_out)} sequences)")
 
     start_report, start = tiermem.report(model), time.perf_counter()
-    losses = _train(model, training, options, device, console)
+    with tiermem.trace(options.trace, steps=options.trace_steps) if options.trace else nullcontext():
+        losses = _train(model, training, options, device, console)
+    if options.trace is not None:
+        console.print(f"trace: open {options.trace} in https://ui.perfetto.dev, or: tiermem report {options.trace}")
     tiermem.synchronize(model)
     seconds = time.perf_counter() - start
     end_report = tiermem.report(model)
