@@ -40,7 +40,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed-dev: $(INSTALLED_FROM) | $(BIN)/python
-	$(PIP) install -q -c constraints.txt -e '.[dev,hf]'
+	$(PIP) install -q -c constraints.txt -e '.[dev,hf,plot]'
 	@touch $@
 
 $(VENV)/.installed-demo: $(INSTALLED_FROM) | $(BIN)/python
