@@ -89,7 +89,7 @@ def train(
     weights: Annotated[Home, typer.Option(help="Where weights rest.")] = Home.auto,
     states: Annotated[StatesHome, typer.Option(help="Where optimizer states rest.")] = StatesHome.auto,
     save: Annotated[Path | None, typer.Option(help="Write the trained model here, for from_pretrained.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a timeline here, for Perfetto and 'tiermem report'.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a timeline here, for 'tiermem report'.")] = None,
     trace_steps: Annotated[int, typer.Option(min=1, help="Steps that --trace records.")] = 10,
 ) -> None:
     """Fine-tune a causal language model on text, with weights and optimizer states where they fit."""
@@ -170,7 +170,7 @@ def doctor(
 @app.command()
 def report(
     path: Annotated[Path, typer.Argument(metavar="TRACE", help="What --trace or tiermem.trace wrote.")],
-    step: Annotated[int | None, typer.Option(help="Only this step. [default: tables of all, a typical one's picture]")] = None,
+    step: Annotated[int | None, typer.Option(help="Only this step. [default: all; a typical one's picture]")] = None,
     png: Annotated[Path | None, typer.Option(help="Where the picture goes. [default: beside the trace]")] = None,
     picture: Annotated[bool, typer.Option(help="Draw one step; needs tiermem\\[plot].")] = True,
 ) -> None:
