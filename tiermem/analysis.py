@@ -193,7 +193,14 @@ def _best(model: ModelTrace, resource: _Resource) -> tuple[float | None, str]:
         directions = {piece.row for piece in resource.pieces}
         mode = "mixed" if len(directions) > 1 else "read" if DISK_READ in directions else "write"
         return float(profile[f"{mode}_bytes_per_second"]), "bench io"
-    return best_rate(_moved(resource.pieces)), "seen in this trace"
+    moved = _moved(resource.pieces)
+    rates = [best_rate(moved)]
+    for step in model.steps:
+        inside = _clipped(moved, step.start, step.end)
+        if inside:
+            busy = union_seconds((start, end) for start, end, _ in inside)
+            rates.append(sum(amount for _, _, amount in inside) / busy)
+    return max((rate for rate in rates if rate), default=None), "seen in this trace"
 
 
 def _moved(pieces: Iterable[Piece]) -> list[Piece]:
@@ -202,30 +209,46 @@ def _moved(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def best_rate(pieces: Sequence[Piece], window: float = WINDOW_SECONDS) -> float | None:
-    """Amount per second in the best window, each piece spread evenly over its time."""
-    if not pieces:
+    """Amount per second in the best stretch of ``window`` busy seconds, each piece spread evenly over its time."""
+    axis = _BusyAxis((piece.start, piece.end) for piece in pieces)
+    if not axis.seconds:
         return None
-    first, last = min(piece.start for piece in pieces), max(piece.end for piece in pieces)
-    if last - first < 2 * window:
-        busy = union_seconds((piece.start, piece.end) for piece in pieces)
-        return sum(piece.amount for piece in pieces) / busy if busy else None
-    windows = [0.0] * (int((last - first) / window) + 1)
+    count = max(1, int(axis.seconds / window))
+    window = axis.seconds / count
+    amounts = [0.0] * count
     for piece in pieces:
-        seconds = max(piece.end - piece.start, _EPSILON_SECONDS)
-        for index in range(int((piece.start - first) / window), int((piece.end - first) / window) + 1):
-            begin = first + index * window
-            overlap = min(piece.end, begin + window) - max(piece.start, begin)
-            windows[index] += piece.amount * max(0.0, overlap) / seconds
-    return max(windows) / window
+        start, end = axis.place(piece.start), axis.place(piece.end)
+        for index in range(min(int(start / window), count - 1), min(int(end / window), count - 1) + 1):
+            overlap = min(end, (index + 1) * window) - max(start, index * window)
+            amounts[index] += piece.amount * max(0.0, overlap) / max(end - start, _EPSILON_SECONDS)
+    return max(amounts) / window
+
+
+class _BusyAxis:
+    """Time without the stretches in which nothing runs."""
+
+    def __init__(self, intervals: Iterable[tuple[float, float]]) -> None:
+        self.seconds = 0.0
+        self._starts: list[float] = []
+        self._before: list[float] = []  # busy seconds before each start
+        reached = float("-inf")
+        for start, end in sorted(intervals):
+            if start > reached:
+                self._starts.append(start)
+                self._before.append(self.seconds)
+                reached = start
+            self.seconds += max(0.0, end - reached)
+            reached = max(reached, end)
+
+    def place(self, at: float) -> float:
+        """Busy seconds until ``at``, which lies in an interval."""
+        index = bisect_right(self._starts, at) - 1
+        return self._before[index] + at - self._starts[index]
 
 
 def union_seconds(intervals: Iterable[tuple[float, float]]) -> float:
     """Seconds in which at least one interval runs."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+    return _BusyAxis(intervals).seconds
 
 
 def _clipped(pieces: Iterable[Piece], start: float, end: float) -> list[tuple[float, float, float]]:
@@ -320,7 +343,7 @@ def _report(
 
 def describe(model: ModelTrace, reports: Sequence[StepReport]) -> str:
     """Tables of these steps, and a line on the typical one."""
-    lines = [f"{model.name}: {len(reports)} steps"]
+    lines = [f"{model.name}: {len(reports)} step{'s' * (len(reports) > 1)}"]
     if model.dropped:
         lines.append(f"the trace was full: {model.dropped} later pieces of work are not in it")
     for report in reports:
@@ -332,7 +355,9 @@ def describe(model: ModelTrace, reports: Sequence[StepReport]) -> str:
     if "bench io" in sources:
         lines.append("bench io: what `tiermem bench io` measured on that disk and kept")
     if "seen in this trace" in sources:
-        lines.append(f"seen: the best {WINDOW_SECONDS * 1e3:.0f} ms in this trace; nothing was measured beforehand")
+        lines.append(
+            f"seen: the best {WINDOW_SECONDS * 1e3:.0f} busy ms, or step, of this trace; nothing was measured beforehand"
+        )
     return "\n".join(lines)
 
 

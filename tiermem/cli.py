@@ -178,23 +178,34 @@ def report(
     from tiermem import analysis
 
     try:
-        for index, model in enumerate(analysis.load(path)):
+        found = []
+        for model in analysis.load(path):
             reports = [one for one in analysis.analyse(model) if step in (None, one.step.number)]
-            if not reports:
-                _fail(ValueError(f"{path} has no {'whole step' if step is None else f'step {step}'} of {model.name}"))
-            print(analysis.describe(model, reports))
-            if picture:
-                target = png or path.with_suffix(".png")
-                _draw(model, analysis.typical(reports), target.with_stem(target.stem + f"-{index + 1}" * (index > 0)))
+            if reports:
+                found.append((model, analysis.typical(reports)))
+                print(analysis.describe(model, reports))
+        if not found:
+            raise ValueError(f"{path} has no {'whole step' if step is None else f'step {step}'}")
+        if picture:
+            _draw(found, png, path.with_suffix(".png"))
     except (ValueError, OSError, RuntimeError) as error:
         _fail(error)
 
 
-def _draw(model: ModelTrace, report: StepReport, target: Path) -> None:
+def _draw(steps: Sequence[tuple[ModelTrace, StepReport]], wanted: Path | None, usual: Path) -> None:
+    """One picture for each model. Without matplotlib that is an error only if a picture was asked for."""
+    import importlib.util
+
+    if wanted is None and importlib.util.find_spec("matplotlib") is None:
+        print("\nno picture: it needs matplotlib: pip install 'tiermem[plot]'")
+        return
     from tiermem.picture import draw
 
-    draw(model, report, target)
-    print(f"\npicture of step {report.step.number}: {target}")
+    target = wanted or usual
+    for index, (model, report) in enumerate(steps):
+        path = target.with_stem(f"{target.stem}-{index + 1}") if index else target
+        draw(model, report, path)
+        print(f"\npicture of step {report.step.number}: {path}")
 
 
 bench = typer.Typer(help="Measure what training will rest on.", no_args_is_help=True)

@@ -1,4 +1,8 @@
-"""A picture of one step: a row for each resource, what it worked on, and how busy it was. Needs matplotlib."""
+"""A picture of one step: a row for each resource, what it worked on, and how busy it was. Needs matplotlib.
+
+Where one piece of work follows another, each is a bar with its block's name. A disk has many in flight: its rows show
+how fast bytes move, by what they are, and a line at the best that the disk can do.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ _COLOURS = {
     "states": "#f2b155",
     "gradients": "#b48ad6",
     "update": "#e07a5f",
-    "waits": "#c9c9c9",
+    "waits": "#b5b5b5",
 }
 _KINDS = {
     "weight": "weights",
@@ -37,9 +41,12 @@ _MEANINGS = {
     "update": "optimizer update",
     "waits": "main thread stands still",
 }
-_POOLS = {"slabs": "host buffers (slabs)", "slots": "device weight slots"}
-_LABEL_CHARACTERS = 0.0075
-"""Of the width of the picture, for one character of a label in a bar."""
+_DISKS = (DISK_READ, DISK_WRITE)
+_POOLS = {"slabs": "host buffers", "slots": "device slots"}
+_CHARACTER_SHARE = 0.0058
+"""Of the width of a row, for one character of a label in a bar."""
+_SLOTS_OF_TIME = 200
+"""A disk's speed is drawn for so many equal parts of the step."""
 
 
 class _Row(NamedTuple):
@@ -115,12 +122,18 @@ def _shortened(text: str, characters: int = 24) -> str:
 def _draw_rows(axis: Any, model: ModelTrace, report: StepReport, rows: Sequence[_Row]) -> None:
     names = _short_names(piece.block for row in rows for piece in row.pieces)
     for position, row in enumerate(rows):
-        lanes = _lanes(row.pieces)
-        height = 0.8 / len(lanes)
-        for index, lane in enumerate(lanes):
-            _draw_lane(axis, report, lane, position - 0.4 + index * height, height, names)
+        if row.resource.startswith(_DISKS):
+            _draw_speed(axis, report, row, position)
+        else:
+            lanes = _lanes(row.pieces)
+            height = 0.8 / len(lanes)
+            for index, lane in enumerate(lanes):
+                _draw_lane(axis, report, lane, position - 0.4 + index * height, height, names)
         axis.text(1.005, position, _beside(row, report), transform=axis.get_yaxis_transform(), va="center", fontsize=9)
     axis.set_yticks(range(len(rows)), [row.title for row in rows], fontsize=10)
+    for row, label in zip(rows, axis.get_yticklabels(), strict=True):
+        if report.binding is not None and _binds(row, report.binding.name):
+            label.set_fontweight("bold")
     axis.set_ylim(len(rows) - 0.45, -0.55)
     axis.tick_params(axis="y", length=0)
     axis.tick_params(axis="x", labelbottom=False, length=0)
@@ -130,31 +143,61 @@ def _draw_rows(axis: Any, model: ModelTrace, report: StepReport, rows: Sequence[
         axis.spines[side].set_visible(False)
 
 
+def _binds(row: _Row, binding: str) -> bool:
+    return row.resource == binding or (row.resource.startswith(_DISKS) and row.resource.endswith(binding[4:]))
+
+
 def _draw_lane(
     axis: Any, report: StepReport, lane: Sequence[Piece], bottom: float, height: float, names: dict[str, str]
 ) -> None:
     start, end = report.step.start, report.step.end
     for piece in lane:
         begin, stop = max(piece.start, start) - start, min(piece.end, end) - start
+        share = (stop - begin) / report.seconds
         axis.broken_barh(
-            [(begin, stop - begin)],
+            [(begin, max(stop - begin, 5e-4 * report.seconds))],
             (bottom, height * 0.94),
             facecolors=_COLOURS[_kind(piece)],
             edgecolors="white",
-            linewidth=0.4,
+            linewidth=0.5 if share > 3e-3 else 0,
         )
-        label = names.get(piece.block, piece.block)
-        if piece.row == MAIN:
-            label = f"{label}: {WAIT_NAMES.get(piece.what, piece.what)}"
-        share = (stop - begin) / report.seconds
-        if height < 0.25:
-            continue
-        for text in (label, names.get(piece.block, piece.block)):
-            if share > _LABEL_CHARACTERS * (len(text) + 1):
-                axis.text(
-                    (begin + stop) / 2, bottom + height / 2, text, ha="center", va="center", fontsize=7, clip_on=True
-                )
-                break
+        label = next((t for t in _labels(piece, names) if share > _CHARACTER_SHARE * (len(t) + 1)), "")
+        if label and height >= 0.25:
+            axis.text(
+                (begin + stop) / 2, bottom + height / 2, label, ha="center", va="center", fontsize=7.5, clip_on=True
+            )
+
+
+def _labels(piece: Piece, names: dict[str, str]) -> list[str]:
+    """What a bar may say, longest first."""
+    name = names.get(piece.block, piece.block)
+    short = [name, name.rsplit(".", 1)[-1]]
+    return [f"{name}: {WAIT_NAMES.get(piece.what, piece.what)}", *short] if piece.row == MAIN else short
+
+
+def _draw_speed(axis: Any, report: StepReport, row: _Row, position: int) -> None:
+    """Bytes per second over the step, stacked by what the bytes are; the dashed line is the best that was measured."""
+    use = next(use for use in report.uses if use.name == row.resource)
+    width = report.seconds / _SLOTS_OF_TIME
+    kinds = [kind for kind in _COLOURS if any(_kind(piece) == kind for piece in row.pieces)]
+    speeds = {kind: [0.0] * _SLOTS_OF_TIME for kind in kinds}
+    for piece in row.pieces:
+        begin, stop = piece.start - report.step.start, piece.end - report.step.start
+        rate = piece.amount / max(stop - begin, 1e-6)
+        for index in range(max(0, int(begin / width)), min(_SLOTS_OF_TIME - 1, int(stop / width)) + 1):
+            overlap = min(stop, (index + 1) * width) - max(begin, index * width)
+            speeds[_kind(piece)][index] += rate * max(0.0, overlap) / width
+    top = max([use.best or 0.0, *(sum(column) for column in zip(*speeds.values(), strict=True))])
+    times = [index * width for index in range(_SLOTS_OF_TIME + 1)]
+    bottom = [0.0] * (_SLOTS_OF_TIME + 1)
+    for kind in kinds:
+        upper = [low + speed for low, speed in zip(bottom, [*speeds[kind], 0.0], strict=True)]
+        scaled = [[position + 0.4 - 0.8 * value / top for value in values] for values in (bottom, upper)]
+        axis.fill_between(times, *scaled, step="post", color=_COLOURS[kind], linewidth=0)
+        bottom = upper
+    axis.axhline(position + 0.4, color="#909090", linewidth=0.6)
+    if use.best:
+        axis.axhline(position + 0.4 - 0.8 * use.best / top, color="#606060", linewidth=0.8, linestyle=(0, (4, 3)))
 
 
 def _kind(piece: Piece) -> str:
@@ -167,10 +210,13 @@ def _kind(piece: Piece) -> str:
 
 def _beside(row: _Row, report: StepReport) -> str:
     if not row.resource:
-        return f"{sum(report.waits.values()) / report.seconds:.0%}"
+        return f"{sum(report.waits.values()) / report.seconds:.0%} of the step"
     use = next(use for use in report.uses if use.name == row.resource)
     text = f"busy {use.busy_seconds / report.seconds:.0%}"
-    return f"{text}\n{rate_text(use, use.rate)}" if use.rate else text
+    if not use.rate:
+        return text
+    best = "best measured" if use.best_source == "bench io" else "best seen"
+    return f"{text}: {rate_text(use, use.rate)}\n({best} {rate_text(use, use.best)})"
 
 
 def _draw_pool(axis: Any, model: ModelTrace, report: StepReport, pool: str) -> None:
