@@ -1,4 +1,5 @@
 # make demo   fine-tunes SmolLM2-135M with its weights and optimizer states on disk
+# make trace  records some steps of it that the disk binds, prints where their time went, and draws one
 # make test   runs the test suite
 # make check  lint, format and types
 # Each makes .venv in this directory if it is missing, installs what it needs, and skips that the second time.
@@ -13,12 +14,19 @@ DEMO_DISK ?= $(VENV)/demo-disk
 DEMO_STEPS ?= 30
 DEMO_SAVE ?= $(VENV)/demo-model
 
-.PHONY: demo test check format clean
+.PHONY: demo trace test check format clean
 
 demo: $(VENV)/.installed-demo
 	@mkdir -p $(DEMO_DISK)
 	$(BIN)/tiermem train --model smollm2 --data stdlib --seq-len 256 --batch-size 2 --steps $(DEMO_STEPS) --lr 1e-4 \
 	  --weights disk --states disk --host-memory 256MiB --device-memory 100MiB --disk $(DEMO_DISK) --save $(DEMO_SAVE)
+
+trace: $(VENV)/.installed-demo
+	@mkdir -p $(DEMO_DISK)
+	$(PIP) install -q -c constraints.txt -e '.[plot]'
+	$(BIN)/tiermem train --model smollm2 --data stdlib --seq-len 128 --steps 5 --eval-batches 1 --weights disk \
+	  --states disk --host-memory 256MiB --device-memory 128MiB --disk $(DEMO_DISK) --trace $(VENV)/step.json
+	$(BIN)/tiermem report $(VENV)/step.json
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q

@@ -356,7 +356,7 @@ def describe(model: ModelTrace, reports: Sequence[StepReport]) -> str:
         lines.append("bench io: what `tiermem bench io` measured on that disk and kept")
     if "seen in this trace" in sources:
         lines.append(
-            f"seen: the best {WINDOW_SECONDS * 1e3:.0f} busy ms, or step, of this trace; nothing was measured beforehand"
+            f"seen: the best {WINDOW_SECONDS * 1e3:.0f} busy ms or step of this trace; nothing was measured beforehand"
         )
     return "\n".join(lines)
 

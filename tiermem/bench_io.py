@@ -610,7 +610,7 @@ def _figure_class() -> Any:
     try:
         return importlib.import_module("matplotlib.figure").Figure
     except ImportError:
-        raise RuntimeError("a plot needs matplotlib: pip install matplotlib") from None
+        raise RuntimeError("a plot needs matplotlib: pip install 'tiermem[plot]'") from None
 
 
 def _plot(benches: Sequence[Bench], path: Path) -> None:

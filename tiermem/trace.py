@@ -63,9 +63,10 @@ class _Trace:
         self._joined.append((timeline, timeline.start(steps_max=self._steps_max)))
 
     def end(self) -> list[Recording]:
+        """Of the models that did anything."""
         for timeline, recording in self._joined:
             timeline.stop(recording)
-        return [recording for _, recording in self._joined]
+        return [recording for _, recording in self._joined if recording.intervals or recording.step_ends]
 
 
 @contextmanager
