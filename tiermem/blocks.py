@@ -35,6 +35,8 @@ class BlockSpec:
     modules: list[nn.Module]
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     resident: bool = False
+    layer: bool = False
+    """Found in a container, or named by ``Policy.blocks``."""
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +71,8 @@ def find_blocks(
     for name, root in roots:
         add(name, root, list(_subtree(root, name, stop)))
     named_count = len(specs)
+    for spec in specs:
+        spec.layer = True
     for name, root in _leftovers(module, owned, stop, block_bytes):
         add(name, root, list(_subtree(root, name, stop)))
     for name, part in module.named_modules():  # what stands directly in modules too large for one block

@@ -1,11 +1,11 @@
-"""When a block is gathered and released: the hooks on the model's modules.
+"""When a block is gathered and released: what stands around the forwards of the model's modules.
 
 unit       a module whose forward gathers blocks; the model itself is one, with or without blocks of its own.
 access     a parameter read by attribute outside its own unit (by a parent module, say): its block is gathered softly,
            until the slot is wanted.
 
-Forward    pre-hook: gather, prefetch what follows; hook: release, and arrange to be called when a gradient reaches
-           the outputs.
+Forward    before: gather, prefetch what follows; after: release, and arrange to be called when a gradient reaches the
+           outputs.
 Backward   that call gathers again, before anything of the module is differentiated or recomputed. Tensors that
            autograd saved and that view a weight were packed as (block, offset, size, stride) and are unpacked by
            gathering, so no weight stays behind for backward.
@@ -17,7 +17,7 @@ not used: it can fire before the gradients exist.
 from __future__ import annotations
 
 import dataclasses
-import sys
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,6 +122,7 @@ class _Layer:
         self._outer_pack: Callable[[Any], Any] | None
         self._outer_unpack: Callable[[Any], Any] | None
         self._outer_pack, self._outer_unpack = outer if outer is not None else (None, None)
+        self.nested = outer is not None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         block = self.saved.block_of(tensor)
@@ -143,8 +144,21 @@ class _Layer:
         return self.saved.view(packed)
 
 
+def foreign_hooks() -> bool:
+    """Saved-tensor hooks that are not the runtime's surround the innermost running forward."""
+    top = _top_hooks(True)
+    if top is None:
+        return False
+    layer = getattr(top[0], "__self__", None)
+    return not isinstance(layer, _Layer) or layer.nested
+
+
 class Unit:
-    """The hooks of one module."""
+    """Stands around the forward of one module.
+
+    It replaces ``module.forward`` on the instance and not by module hooks: a recompute that calls ``forward`` and not the
+    module passes through it too, and whatever ends the forward, Ctrl-C included, ends what was begun here.
+    """
 
     def __init__(self, runtime: Runtime, saved: SavedTensors, name: str, blocks: Sequence[Block]) -> None:
         self._runtime = runtime
@@ -152,92 +166,89 @@ class Unit:
         self.name = name
         self.blocks = list(blocks)
         self._label = f"tiermem::gather {name}"
-        self._pushed: list[bool] = []  # one entry per running forward of this unit
-        self._seen = 0
+        self._cast_dtype = runtime.policy.compute_dtype if blocks else None
 
-    def before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def surround(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def surrounded(*args: Any, **kwargs: Any) -> Any:
+            return self._run(forward, args, kwargs)
+
+        return surrounded
+
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime = self._runtime
         runtime.check()
-        runtime.reset_phase()
-        if runtime.unstepped and not runtime.forward_depth and not runtime.in_backward:
-            raise RuntimeError(
-                "a forward between backward and step(): Policy(update_in_backward=True) has begun to change the weights"
-            )
-        if self._seen != runtime.forwards:
-            self._seen = runtime.forwards
-            self._pushed.clear()
+        depth = runtime.forward_depth
+        if not depth:
+            self._begin_outermost()
+        if self._cast_dtype is not None:
+            args, kwargs = self._cast(args), self._cast(kwargs)
         runtime.timeline.pause()
-        if not runtime.forward_depth:
-            runtime.forward_frame = sys._getframe(1)
-            if not runtime.in_backward:
-                runtime.timeline.clear()
-                self._saved.pop_leftovers()
-                runtime.gathering.begin(training=torch.is_grad_enabled())
-        self._pushed.append(self._saved.push())
-        runtime.forward_depth += 1
-        if self.blocks:
-            if _profiling():
-                with torch.profiler.record_function(self._label):
-                    self._gather()
-            else:
-                self._gather()
-        if runtime.timeline.on:
-            runtime.timeline.enter(self.name, "recompute" if runtime.in_backward else "forward")
-
-    def _gather(self) -> None:
-        runtime = self._runtime
-        grad = torch.is_grad_enabled()
         held: list[Block] = []
+        pushed = False
         try:
-            for block in self.blocks:
-                if grad:
-                    runtime.watch_trainable(block)
-                runtime.gathering.gather(block, hold=True)
-                held.append(block)
-        except BaseException:
+            runtime.forward_depth = depth + 1
+            pushed = self._saved.push()
+            if self.blocks:
+                if _profiling():
+                    with torch.profiler.record_function(self._label):
+                        self._gather(held)
+                else:
+                    self._gather(held)
+            if runtime.timeline.on:
+                runtime.timeline.enter(self.name, "recompute" if runtime.in_backward else "forward")
+            output = forward(*args, **kwargs)
+            if self.blocks:
+                output = self._detached_from_slots(output)
+        finally:
+            runtime.timeline.leave()
+            runtime.forward_depth = depth
+            if pushed:
+                self._saved.pop()
             for block in held:
                 runtime.gathering.release(block, keep=runtime.in_backward)
-            self._leave()
-            self._pushed.append(False)  # the forward hook will be called all the same, with nothing to end
-            self._failed = True
-            raise
-
-    _failed = False
-
-    def _leave(self) -> bool:
-        """End the innermost running forward of this unit, if one is."""
-        if not self._pushed:
-            return False
-        if self._pushed.pop():
-            self._saved.pop()
-        self._runtime.forward_depth -= 1
-        if not self._runtime.forward_depth:
-            self._runtime.forward_frame = None
-        return True
-
-    def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Called also when the forward raised, with ``output`` None."""
-        if self._failed:
-            self._failed = False
-            self._pushed.pop()
-            return None
-        runtime = self._runtime
-        if not self._leave():
-            return None
-        runtime.timeline.leave()
-        if self.blocks:
-            output = self._detached_from_slots(output)
-            for block in self.blocks:
-                runtime.gathering.release(block, keep=runtime.in_backward)
-            if torch.is_grad_enabled():
+            if not depth and not runtime.in_backward:
+                runtime.gathering.release_soft()
+        if torch.is_grad_enabled():
+            if self.blocks:
                 for tensor in _tensors(output):
                     if tensor.requires_grad:
                         tensor.register_hook(self.before_backward)
-        if not runtime.forward_depth and not runtime.in_backward:
-            runtime.gathering.release_soft()
-            if runtime.timeline.on and torch.is_grad_enabled():
+            if not depth and not runtime.in_backward and runtime.timeline.on:
                 runtime.timeline.enter("loss", "forward")
         return output
+
+    def _begin_outermost(self) -> None:
+        runtime = self._runtime
+        runtime.reset_phase()
+        if runtime.in_backward:
+            return  # a recompute
+        if runtime.unstepped:
+            raise RuntimeError(
+                "a forward between backward and step(): Policy(update_in_backward=True) has begun to change the weights"
+            )
+        runtime.timeline.clear()
+        self._saved.pop_leftovers()
+        runtime.gathering.begin(training=torch.is_grad_enabled())
+
+    def _gather(self, held: list[Block]) -> None:
+        runtime = self._runtime
+        grad = torch.is_grad_enabled()
+        for block in self.blocks:
+            if grad:
+                runtime.watch_trainable(block)
+            runtime.gathering.gather(block, hold=True)
+            held.append(block)
+
+    def _cast(self, values: Any) -> Any:
+        """Floating-point inputs in the compute dtype, as FSDP2's MixedPrecisionPolicy does."""
+        dtype = self._cast_dtype
+
+        def cast(value: Any) -> Any:
+            foreign = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype
+            return value.to(dtype) if foreign else value
+
+        return tree_map(cast, values)
 
     def _detached_from_slots(self, output: Any) -> Any:
         """An output that views a weight (a module that returns its parameter) must outlive the slot: it becomes a
@@ -279,21 +290,6 @@ class Unit:
             else:
                 runtime.gathering.gather(block, hold=False)
         runtime.timeline.replace(self.name, "backward")
-
-    def cast_inputs(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Floating-point inputs in the compute dtype, as FSDP2's MixedPrecisionPolicy does."""
-        dtype = self._runtime.policy.compute_dtype
-
-        def cast(value: Any) -> Any:
-            return (
-                value.to(dtype)
-                if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype
-                else value
-            )
-
-        return tree_map(cast, args), tree_map(cast, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise refuse_copy(f"module {self.name}")
@@ -352,30 +348,32 @@ class ParameterAccess(dict[str, Any]):
 
 
 class Installed:
-    """Everything that was hung on a model, to be taken off again."""
+    """Everything that was put on a model, to be taken off again, last first."""
 
     def __init__(self, module: nn.Module, runtime: Runtime) -> None:
-        self._handles: list[Any] = []
+        self._forwards: list[
+            tuple[nn.Module, Any]
+        ] = []  # with what the instance's ``forward`` was before, if it had one
         self._dicts: list[nn.Module] = []
         saved = SavedTensors(runtime)
-        cast = runtime.policy.compute_dtype is not None
         uses = {id(part): (part, name, [runtime.blocks[i] for i in indices]) for part, name, indices in runtime.uses}
         uses.setdefault(id(module), (module, type(module).__name__, []))
         for part, name, blocks in uses.values():
             unit = Unit(runtime, saved, name, blocks)
-            if cast and blocks:
-                self._handles.append(part.register_forward_pre_hook(unit.cast_inputs, prepend=True, with_kwargs=True))
-            self._handles.append(part.register_forward_pre_hook(unit.before_forward, prepend=True))
-            self._handles.append(part.register_forward_hook(unit.after_forward, always_call=True))
+            self._forwards.append((part, part.__dict__.get("forward")))
+            object.__setattr__(part, "forward", unit.surround(part.forward))
         for part in module.modules():
             if any(parameter is not None and held_of(parameter) is not None for parameter in part._parameters.values()):
                 part._parameters = ParameterAccess(part._parameters, runtime)
                 self._dicts.append(part)
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        for part, before in reversed(self._forwards):
+            if before is None:
+                object.__delattr__(part, "forward")
+            else:
+                object.__setattr__(part, "forward", before)
         for part in self._dicts:
             part._parameters = dict(part._parameters)
-        self._handles.clear()
+        self._forwards.clear()
         self._dicts.clear()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tiermem.activations import Activations
 from tiermem.device import Device, select_device
 from tiermem.hooks import Installed
 from tiermem.memory import Memory
@@ -68,6 +69,11 @@ class Surface:
 
     def __init__(self, module: nn.Module, runtime: Runtime) -> None:
         self.runtime = runtime
+        try:
+            self._activations = Activations(runtime)
+        except BaseException:
+            runtime.close()
+            raise
         self._installed = Installed(module, runtime)
         self._handles: list[Any] = []
         self._guarded: list[nn.Module] = []
@@ -88,6 +94,7 @@ class Surface:
                 ]
 
     def remove(self) -> None:
+        self._activations.remove()
         self._installed.remove()
         for handle in self._handles:
             handle.remove()

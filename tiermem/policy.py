@@ -47,6 +47,13 @@ class Policy:
         moment and without clipping or accumulation. Each block's update then starts inside backward, as soon as its
         gradient is complete, and no gradient rests anywhere. A broken promise is an error, never a wrong number.
         Gradients that are not finite go where torch lets them go: when they are seen, other blocks are updated already.
+    activations: what a layer (a block found in a container or named by ``blocks``) keeps for its backward. ``"keep"``:
+        what autograd saves. ``"recompute"``: its inputs; backward runs it again, with the same random numbers.
+        ``"host"``, ``"disk"``: as ``"recompute"``, and the inputs that need a gradient move to HOST or DISK, and come
+        back before they are needed. The same bits in all four.
+    micro_batch: a layer is recomputed whatever ``activations`` is, and computes this many elements of the batch at a
+        time, in forward and again in backward, so that its working set is theirs. Gradients agree with those of the
+        whole batch to rounding; random numbers are drawn slice by slice. See micro_batch.py for what is split.
     threads: CPU threads of the kernels; ``None``: the cores this process may use.
     kernels: ``"auto"``, ``"native"`` (C++) or ``"numba"``; same results bit for bit.
     """
@@ -59,6 +66,8 @@ class Policy:
     io: str | Engine = "auto"
     skip_nonfinite: bool = True
     update_in_backward: bool = False
+    activations: Literal["keep", "recompute", "host", "disk"] = "keep"
+    micro_batch: int | None = None
     chunk_numel: int | None = None
     threads: int | None = None
     kernels: Literal["auto", "native", "numba"] = "auto"
@@ -74,6 +83,12 @@ class Policy:
             raise ValueError(
                 f"Policy(chunk_numel={self.chunk_numel}): expected a positive multiple of {CHUNK_ALIGNMENT}"
             )
+        if self.activations not in ("keep", "recompute", "host", "disk"):
+            raise ValueError(
+                f"Policy(activations={self.activations!r}): expected 'keep', 'recompute', 'host' or 'disk'"
+            )
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(f"Policy(micro_batch={self.micro_batch}): expected at least 1")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"Policy(threads={self.threads}): expected at least 1")
 

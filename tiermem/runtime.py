@@ -29,6 +29,7 @@ from tiermem.io.engine import Engine
 from tiermem.kernels.cores import available_cores
 from tiermem.layout import PAGE_BYTES, Chunk, round_up
 from tiermem.memory import Budget, Memory, Region
+from tiermem.micro_batch import sums_bytes
 from tiermem.placement import BlockPlan, Placement, extent_class, place
 from tiermem.planes import TRAINABLE_CODES, Block, ChunkHome, Held, attach, detach, refuse_copy, specs_of
 from tiermem.policy import Policy, Tier
@@ -89,6 +90,11 @@ class Runtime:
         specs = self._cut(module)
         dtypes = [[self._compute_dtype(name, parameter) for name, parameter in spec.parameters] for spec in specs]
         self.uses = modules_by_use(module, specs)
+        self.layers = [(spec.root, spec.name) for spec in specs if spec.layer]
+        if policy.micro_batch is not None:
+            self.device_budget.take(
+                sums_bytes([root for root, _ in self.layers]), "one layer's sums of gradients over micro-batches"
+            )
         placement = place(
             [spec.name for spec in specs],
             [specs_of([p for _, p in spec.parameters], kinds) for spec, kinds in zip(specs, dtypes, strict=True)],
