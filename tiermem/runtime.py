@@ -503,10 +503,14 @@ class Runtime:
     def step(self, parameters: Sequence[tuple[Held, GradientHandle, Any]], scalars: Any) -> None:
         """Hand the updates of these parameters to the background. ``scalars(held, handle, group)`` gives their
         hyperparameters."""
+        with torch.profiler.record_function("tiermem::step"):
+            self._step(parameters, scalars)
+        self.timeline.step_ended(self.counters.steps)
+
+    def _step(self, parameters: Sequence[tuple[Held, GradientHandle, Any]], scalars: Any) -> None:
         self.check()
         if self.eager:
             self._end_eager_step(parameters, scalars)
-            self.timeline.step_ended(self.counters.steps)
             return
         self.gradients.settle()
         by_block: dict[Block, ParameterUpdates] = {}
@@ -519,7 +523,6 @@ class Runtime:
             self._hand_over(by_block)
         self.gathering.begin(training=True)
         self.gathering.prefetch()
-        self.timeline.step_ended(self.counters.steps)
 
     def _hand_over(self, by_block: dict[Block, ParameterUpdates]) -> None:
         self.counters.steps += 1
