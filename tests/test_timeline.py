@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_llama import write_model, write_text
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
@@ -21,6 +22,7 @@ from tiermem import analysis, timeline
 from tiermem.analysis import ModelTrace, Piece, Step, analyse, best_rate, blame, load, typical, union_seconds
 from tiermem.cli import app
 from tiermem.device import Device, SimulatedDevice
+from tiermem.io.profile import Profile
 from tiermem.offload import _runtime_of
 from tiermem.timeline import COPY_IN, COPY_OUT, CPU, DEVICE, DISK_READ, DISK_WRITE, MAIN, Timeline
 
@@ -422,3 +424,27 @@ def test_report_without_matplotlib_still_prints(
 def test_report_of_a_step_that_is_not_there_says_so(traced: tuple[nn.Module, Path]) -> None:
     result = CliRunner().invoke(app, ["report", str(traced[1]), "--step", "9"])
     assert result.exit_code == 1 and "no step 9" in result.output
+
+
+def test_what_bench_io_measured_goes_into_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Profile("threads", 1 << 20, 4, 1e9, 2e9, 1.5e9)
+    monkeypatch.setattr(importlib.import_module("tiermem.trace"), "load_profile", lambda directory: measured)
+    model = offload(tmp_path)
+    with tiermem.trace(tmp_path / "t.json"):
+        train(model, 2)
+    tiermem.close(model)
+    reports = analyse(load(tmp_path / "t.json")[0])
+    (disk,) = [use for use in reports[-1].uses if use.name == f"disk {tmp_path}"]
+    assert (disk.best, disk.best_source) == (1.5e9, "bench io")
+
+
+def test_train_writes_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model, text = write_model(tmp_path / "model"), write_text(tmp_path / "text")
+    arguments = ["train", "--model", model, "--data", text, "--steps", 3, "--seq-len", 32, "--eval-batches", 1]
+    arguments += ["--disk", tmp_path, "--trace", tmp_path / "t.json", "--trace-steps", 2]
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    assert "tiermem report" in result.output
+    assert len(load(tmp_path / "t.json")[0].steps) == 2

@@ -21,6 +21,7 @@ _COLOURS = {
     "weights": "#74b87a",
     "states": "#f2b155",
     "gradients": "#b48ad6",
+    "activations": "#e59fb8",
     "update": "#e07a5f",
     "waits": "#b5b5b5",
 }
@@ -29,6 +30,7 @@ _KINDS = {
     "state": "states",
     "gradient": "gradients",
     "wide_gradient": "gradients",
+    "activations": "activations",
     "update": "update",
 }
 _MEANINGS = {
@@ -38,6 +40,7 @@ _MEANINGS = {
     "weights": "weights",
     "states": "optimizer states",
     "gradients": "gradients",
+    "activations": "inputs kept for backward",
     "update": "optimizer update",
     "waits": "main thread stands still",
 }
