@@ -94,8 +94,8 @@ class Surface:
                 ]
 
     def remove(self) -> None:
-        self._activations.remove()
         self._installed.remove()
+        self._activations.remove()
         for handle in self._handles:
             handle.remove()
         for part in self._guarded:
