@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from tiermem.hooks import foreign_hooks
-from tiermem.micro_batch import Splitter, refuse_unsplittable
+from tiermem.micro_batch import Splitter, refuse_unsplittable, saving_nothing
 from tiermem.planes import Block, refuse_copy
 from tiermem.saved_inputs import DiskShelf, HostShelf, Shelf
 
@@ -185,7 +185,8 @@ class Layer:
             for block in self._blocks:
                 gathering.gather(block, hold=True)
                 held.append(block)
-            yield
+            with saving_nothing(self._blocks):
+                yield
         finally:
             for block in held:
                 gathering.release(block, keep=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tiermem.micro_batch import Splitter
+from tiermem.micro_batch import Splitter, saving_nothing
 from tiermem.planes import held_of
 
 LOGITS_BYTES = {"cpu": 32 << 20}
@@ -78,9 +78,11 @@ def _rows(head: nn.Module | Tensor, hidden: Tensor) -> int:
 
 @contextlib.contextmanager
 def _in_backward(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """The head's forward runs inside this backward: a runtime that holds it must know that it is one."""
-    runtimes = {id(held.runtime): held.runtime for p in parameters if (held := held_of(p)) is not None}
-    for runtime in runtimes.values():
+    """The head's forward runs inside this backward: a runtime that holds it must know that it is one. Afterwards the
+    head's block may leave the device: a tied one gets its gradient only at the end of backward."""
+    held = [one for p in parameters if (one := held_of(p)) is not None]
+    for runtime in {id(one.runtime): one.runtime for one in held}.values():
         runtime.check()
         runtime.enter_backward()
-    yield
+    with saving_nothing([one.block for one in held]):
+        yield

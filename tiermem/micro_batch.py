@@ -26,6 +26,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from tiermem.planes import Block
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -345,6 +347,17 @@ def without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for parameter, hooks in hooked:
             parameter._backward_hooks = hooks
+
+
+@contextlib.contextmanager
+def saving_nothing(blocks: Sequence[Block]) -> Iterator[None]:
+    """A part of backward that reads the blocks' parameters, after which autograd holds no more of them than before."""
+    before = [block.read_in_backward for block in blocks]
+    try:
+        yield
+    finally:
+        for block, read in zip(blocks, before, strict=True):
+            block.read_in_backward = read
 
 
 def _refuse_strangers(name: str, results: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
