@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tiermem
@@ -146,3 +146,60 @@ def test_a_base_model_is_found_with_and_without_its_prefix(tmp_path: Path, prefi
 def test_a_directory_without_weights_says_so(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
         checkpoint.load(Net(), tmp_path)
+
+
+def filled(tmp_path: Path) -> tuple[Net, dict[str, torch.Tensor]]:
+    state = random_state()
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(state, source / "model.safetensors")
+    net = offloaded(tmp_path)
+    checkpoint.load(net, source)
+    return net, state
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 2000, 1 << 30])
+def test_what_is_saved_is_what_was_there(tmp_path: Path, shard_bytes: int) -> None:
+    net, state = filled(tmp_path)
+    paths = checkpoint.save(net, tmp_path / "saved", shard_bytes=shard_bytes)
+    read = {name: value for path in paths for name, value in load_file(path).items()}
+    assert read.keys() == state.keys()
+    assert all(torch.equal(read[name], value) for name, value in state.items())
+    again = offloaded(tmp_path / "saved")
+    checkpoint.load(again, tmp_path / "saved")
+    assert_holds(again, state)
+
+
+def test_a_save_with_fewer_files_removes_those_of_the_last(tmp_path: Path) -> None:
+    net, _ = filled(tmp_path)
+    saved = tmp_path / "saved"
+    assert len(checkpoint.save(net, saved, shard_bytes=1000)) > 1
+    (saved / "notes.txt").write_text("mine")
+    checkpoint.save(net, saved)
+    assert sorted(path.name for path in saved.iterdir()) == ["model.safetensors", "notes.txt"]
+
+
+def test_dtypes_of_odd_sizes_stay_aligned(tmp_path: Path) -> None:
+    """Three bf16 elements before fp32 ones would leave those at an odd address."""
+    module = nn.Module()
+    module.narrow = nn.Parameter(torch.randn(3).bfloat16())
+    module.wide = nn.Parameter(torch.randn(3, 5).t())
+    module.register_buffer("mask", torch.tensor([True, False, True]))
+    module.register_buffer("empty", torch.zeros(0, 4))
+    (path,) = checkpoint.save(module, tmp_path / "saved")
+    for name, value in load_file(path).items():
+        assert torch.equal(value, getattr(module, name)), name
+
+
+def test_a_save_that_fails_leaves_the_last_one_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, state = filled(tmp_path)
+    checkpoint.save(net, tmp_path / "saved")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write_shard", fail)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(net, tmp_path / "saved")
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["model.safetensors"]
+    assert load_file(tmp_path / "saved" / "model.safetensors").keys() == state.keys()

@@ -1,18 +1,21 @@
-"""Safetensors files into an offloaded model, one slice at a time.
+"""Safetensors files into an offloaded model and out of it, a block at a time.
 
-A model is built with its parameters on the meta device (``parameters_on_meta``), offloaded, and then filled from its
-files (``load``). Nothing larger than ``SLICE_BYTES`` and the block being filled is in memory at any time.
+A model is built with its parameters on the meta device (``parameters_on_meta``), offloaded, filled from its files
+(``load``) and written to files (``save``). Nothing larger than a block and ``SLICE_BYTES`` is in memory at any time.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import safe_open
@@ -22,8 +25,23 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 import tiermem
 
 SLICE_BYTES = 32 * 1024**2
+SHARD_BYTES = 5 * 1000**3
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 @contextmanager
@@ -88,6 +106,89 @@ def load(module: nn.Module, source: Path, *, on_progress: Callable[[int, int], N
                 loaded.bytes_read += files.copy(key, buffer)
                 loaded.buffers += 1
     return loaded
+
+
+def save(module: nn.Module, directory: Path, *, shard_bytes: int = SHARD_BYTES) -> list[Path]:
+    """Write the parameters and persistent buffers of ``module`` to ``directory``, as ``from_pretrained`` reads them.
+
+    One ``model.safetensors``, or shards of at most ``shard_bytes`` (or one tensor) with their index. A tied parameter
+    is written once, under its first name. Each file gets its name when it is whole; weight files of an earlier save
+    that are not overwritten are removed. Unlike ``state_dict``, this needs no room for a second copy of the weights.
+
+    Raises:
+        OSError: the directory cannot be written.
+        ValueError: a dtype that safetensors does not have.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    persistent = _persistent_buffers(module)
+    tensors: list[tuple[str, torch.Tensor]] = [
+        *module.named_parameters(),
+        *((name, buffer) for name, buffer in module.named_buffers() if name in persistent),
+    ]
+    for name, tensor in tensors:
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise ValueError(f"{name} is {tensor.dtype}, which safetensors cannot hold")
+    # The widest first: the format has no gaps, and so every tensor is aligned to its own elements.
+    tensors.sort(key=lambda entry: -entry[1].element_size())
+    shards = _shards(tensors, shard_bytes)
+    total = len(shards)
+    names = [SINGLE_NAME] if total == 1 else [f"model-{n:05}-of-{total:05}.safetensors" for n in range(1, total + 1)]
+    for name, shard in zip(names, shards, strict=True):
+        _write_whole(directory / name, partial(_write_shard, shard=shard))
+    kept = set(names)
+    if total > 1:
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key, _ in shard}
+        index = {"metadata": {"total_size": sum(_nbytes(t) for _, t in tensors)}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        _write_whole(directory / INDEX_NAME, lambda file: file.write(text.encode()))
+        kept.add(INDEX_NAME)
+    for path in directory.iterdir():
+        if _WEIGHT_FILE.fullmatch(path.name) and path.name not in kept:
+            path.unlink()
+    return [directory / name for name in names]
+
+
+def _shards(tensors: list[tuple[str, torch.Tensor]], shard_bytes: int) -> list[list[tuple[str, torch.Tensor]]]:
+    shards: list[list[tuple[str, torch.Tensor]]] = [[]]
+    used = 0
+    for entry in tensors:
+        if shards[-1] and used + _nbytes(entry[1]) > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(entry)
+        used += _nbytes(entry[1])
+    return shards
+
+
+def _write_shard(file: BinaryIO, shard: list[tuple[str, torch.Tensor]]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in shard:
+        start, end = end, end + _nbytes(tensor)
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    file.write(struct.pack("<Q", len(encoded)) + encoded)
+    for _, group in itertools.groupby(shard, key=lambda entry: _block_of(entry[0])):
+        entries = list(group)
+        with tiermem.gather([tensor for _, tensor in entries if isinstance(tensor, nn.Parameter)]), torch.no_grad():
+            for _, tensor in entries:
+                flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                file.write(flat.numpy().data)
+
+
+def _write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        with unfinished.open("wb") as file:
+            write(file)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 class _Files:
@@ -220,12 +321,16 @@ def _persistent_buffers(module: nn.Module) -> set[str]:
 def _by_block(
     parameters: list[tuple[str, nn.Parameter, str]],
 ) -> dict[str, list[tuple[str, nn.Parameter, str]]]:
-    """Parameters grouped by the numbered module they are in, so that a layer is gathered once; others alone."""
     groups: dict[str, list[tuple[str, nn.Parameter, str]]] = {}
     for entry in parameters:
-        match = re.match(r"(.+?\.\d+)\.", entry[0])
-        groups.setdefault(match[1] if match else entry[0], []).append(entry)
+        groups.setdefault(_block_of(entry[0]), []).append(entry)
     return groups
+
+
+def _block_of(name: str) -> str:
+    """The numbered module a parameter is in, so that a layer is gathered once; others by themselves."""
+    match = re.match(r"(.+?\.\d+)\.", name)
+    return match[1] if match else name
 
 
 def _some(names: list[str]) -> str:

@@ -72,11 +72,17 @@ def tokenizer(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory)
 
 
-def quiet() -> None:
-    """No progress bars of transformers' own."""
-    from transformers.utils import logging
+def save(model: Any, source: Path, target: Path) -> None:
+    """Write ``model``, which was built from ``source``, and its tokenizer to ``target``, for ``from_pretrained``."""
+    from tiermem import checkpoint
 
-    logging.disable_progress_bar()
+    checkpoint.save(model, target)
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = next(model.parameters()).dtype
+    model.config.save_pretrained(target)
+    if model.can_generate():
+        model.generation_config.save_pretrained(target)
+    tokenizer(source).save_pretrained(target)
 
 
 def _smollm2_gguf() -> Path:

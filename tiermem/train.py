@@ -156,9 +156,7 @@ def run(options: TrainOptions, console: Console) -> TrainResult:
     _print_result(result, start_report, console)
     if options.save is not None:
         with console.status("saving"):
-            pretrained.quiet()
-            model.save_pretrained(options.save)
-            pretrained.tokenizer(directory).save_pretrained(options.save)
+            pretrained.save(model, directory, options.save)
         console.print(f"saved to {options.save.absolute()}", markup=False)
     return result
 
@@ -234,7 +232,6 @@ def _read_text(options: TrainOptions, directory: Path, console: Console) -> tupl
 def _build(options: TrainOptions, directory: Path, console: Console) -> Any:
     """The model of ``directory``, offloaded and filled from its files."""
     model = pretrained.build(directory, options.dtype)
-    model.config.use_cache = False
     if options.recompute:
         _enable_recompute(model)
     model = tiermem.offload(model, memory=options.memory, policy=options.policy, device=options.device)
@@ -267,7 +264,7 @@ def _evaluate(model: Any, sequences: text.Sequences, options: TrainOptions, devi
         for start in range(0, len(sequences), options.batch_size):
             indices = list(range(start, min(start + options.batch_size, len(sequences))))
             inputs, targets = _batch(sequences, indices, device)
-            total += next_token_loss(model(input_ids=inputs).logits, targets).item() * len(indices)
+            total += next_token_loss(model(input_ids=inputs, use_cache=False).logits, targets).item() * len(indices)
             count += len(indices)
     return total / count
 
@@ -288,7 +285,7 @@ def _train(
             step_loss = 0.0
             for _ in range(options.grad_accum):
                 inputs, targets = _batch(sequences, [next(order) for _ in range(options.batch_size)], device)
-                loss = next_token_loss(model(input_ids=inputs).logits, targets) / options.grad_accum
+                loss = next_token_loss(model(input_ids=inputs, use_cache=False).logits, targets) / options.grad_accum
                 loss.backward()
                 step_loss += loss.item()
             if options.clip:
