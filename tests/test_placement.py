@@ -47,15 +47,15 @@ def test_all_in_host_where_it_fits() -> None:
 
 
 def test_weights_go_to_host_before_gradients_and_states() -> None:
-    # 10 blocks of 200 KB of weights and of gradients, 1 MB of states; room for the weights and half of the gradients.
-    placement, _, _ = decide([100_000] * 10, host=3 * MIB + 4 * (16 * 4096 + 16384))
+    # 10 blocks of 200 KB of weights, 400 KB for sums of gradients, 1 MB of states; room for the weights and half of the sums.
+    placement, _, _ = decide([100_000] * 10, host=4 * MIB + 4 * (16 * 4096 + 16384))
     assert {plan.home for plan in placement.blocks} == {Tier.HOST}
     assert {plan.gradients_home for plan in placement.blocks} == {Tier.HOST, Tier.DISK}
     assert {plan.states_home for plan in placement.blocks} == {Tier.DISK}
 
 
 def test_what_fits_of_the_states_is_spread_evenly_over_the_blocks() -> None:
-    placement, _, host = decide([400_000] * 8, host=(8 * 4 + 8 * 2) * 400_000)
+    placement, _, host = decide([400_000] * 8, host=(8 * 6 + 8 * 2) * 400_000)
     shares = [
         sum(plan.layout.chunks[index].state_bytes for index in plan.host_states) / plan.layout.state_bytes
         for plan in placement.blocks
@@ -120,7 +120,7 @@ def test_budgets_hold_whatever_is_asked(
         weight = plan.layout.weight_bytes
         on_device += weight if plan.home is Tier.DEVICE else 0
         in_host += weight if plan.home is Tier.HOST or (plan.home is Tier.DEVICE and not unified) else 0
-        in_host += plan.gradient_bytes if plan.gradients_home is Tier.HOST else 0
+        in_host += plan.gradient_plane_bytes
         in_host += sum(plan.layout.chunks[index].state_bytes for index in plan.host_states)
         slotted = plan.home is Tier.DISK or (plan.home is Tier.HOST and not unified)
         assert not slotted or weight <= placement.slot_bytes

@@ -20,9 +20,8 @@ from tiermem.planes import Block
 from tiermem.report import Counters
 from tiermem.schedule import Schedule
 from tiermem.slab import SlabPool
-from tiermem.slots import Slot, SlotPool
+from tiermem.slots import Slot, SlotPool, Target
 from tiermem.timeline import COPY_IN, Timeline
-from tiermem.transfer import bytes_of
 
 
 class Gathering:
@@ -238,7 +237,8 @@ class Gathering:
             slot.load = None
             self._copy_in(block, slot)
         else:
-            slot.load = self._background.submit(self._load(block, slot))
+            targets = [] if block.plane is not None else slot.targets(block, readable=self._device.unified)
+            slot.load = self._background.submit(self._load(block, slot, targets))
 
     def _copy_in(self, block: Block, slot: Slot) -> None:
         assert block.plane is not None
@@ -247,29 +247,28 @@ class Gathering:
         slot.loaded = self._device.copy_in(slot.buffer[:nbytes], block.plane, slot.free_after, span)
         self._counters.bytes_copied_in += nbytes
 
-    async def _load(self, block: Block, slot: Slot) -> None:
+    async def _load(self, block: Block, slot: Slot, targets: list[Target]) -> None:
         if block.update is not None:
             await asyncio.wrap_future(block.update)
         if block.plane is not None:
             self._copy_in(block, slot)
             return
-        swaps = [self._swap_in(block, slot, index) for index in range(len(block.chunks))]
+        swaps = [self._swap_in(block, slot, index, target) for index, target in enumerate(targets)]
         for outcome in await asyncio.gather(
             *swaps, return_exceptions=True
         ):  # all have ended: nothing writes to the slot any more
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def _swap_in(self, block: Block, slot: Slot, index: int) -> None:
+    async def _swap_in(self, block: Block, slot: Slot, index: int, target: Target) -> None:
         chunk = block.chunks[index]
         record, layout = chunk.weight, chunk.layout
         assert record is not None
-        target = slot.buffer[layout.weight_offset : layout.weight_offset + layout.weight_bytes]
-        if self._device.unified:
+        if target.view is not None:
             if record.valid:
-                await record.swap_in(bytes_of(target))
+                await record.swap_in(target.view)
             else:
-                target.zero_()
+                target.tensor.zero_()
             slot.loaded = DONE
             return
         assert self._staging is not None
@@ -280,7 +279,9 @@ class Gathering:
             else:
                 source[:] = bytes(layout.weight_bytes)
             span = self._timeline.span(COPY_IN, block.name, "weight", layout.weight_bytes)
-            event = self._device.copy_in(target, torch.frombuffer(source, dtype=torch.uint8), slot.free_after, span)
+            event = self._device.copy_in(
+                target.tensor, torch.frombuffer(source, dtype=torch.uint8), slot.free_after, span
+            )
             self._counters.bytes_copied_in += layout.weight_bytes
             await self._background.wait(event.synchronize)
         slot.loaded = DONE

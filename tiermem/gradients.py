@@ -28,7 +28,7 @@ import torch
 
 from tiermem.device import Device, Event
 from tiermem.interrupts import uninterrupted
-from tiermem.kernels.abi import F32, AccumulateTask
+from tiermem.kernels.abi import BF16, F32, AccumulateTask
 from tiermem.layout import PAGE_BYTES, GradientPlane, round_up
 from tiermem.planes import TRAINABLE_CODES, Block, ChunkHome, Held, held_of
 from tiermem.policy import Tier
@@ -246,9 +246,9 @@ class BlockGradients:
     def __init__(self, block: Block, *, direct: bool) -> None:
         self.block = block
         self.direct = direct
-        self.wide = False
+        self.wide = all(section.itemsize == 4 for section in block.layout.sections if section.trainable)
         self.plane: torch.Tensor | None = None  # uint8, HOST
-        self.layout: GradientPlane = block.layout.gradient_plane(wide=False)
+        self.layout: GradientPlane = block.layout.gradient_plane(wide=self.wide)
         self.slot: GradientSlot | None = None
         self.flush: Future[None] | None = None
         self.expected = 0  # arrivals before backward is done with the block
@@ -580,7 +580,8 @@ class Gradients:
                 )
                 await chunk.gradient.swap_out(views[0][: source.numel()])
                 return
-            wide = chunk.gradient_is_wide or any(arrival.factor is not None for arrival in plan)
+            adds = any(arrival.factor is not None for arrival in plan)
+            wide = chunk.gradient_is_wide or (adds and dtype is torch.bfloat16)
             old = torch.float32 if chunk.gradient_is_wide else dtype
             result = torch.float32 if wide else dtype
             old_record = chunk.wide_gradient if chunk.gradient_is_wide else chunk.gradient
@@ -623,7 +624,22 @@ class Gradients:
         plane stays wide."""
         self._wait_flush(block)
         block.wait_update()
-        self.remake_plane(block, wide=True)
+        gradients, wide = block.gradients, block.layout.gradient_plane(wide=True)
+        if gradients.plane is None or gradients.plane.numel() < wide.nbytes:
+            self.remake_plane(block, wide=True)
+            return
+        # In place, last chunk first: what is still narrow lies below what has become wide.
+        address = gradients.plane.data_ptr()
+        for chunk in reversed([chunk.layout for chunk in block.chunks if chunk.layout.trainable]):
+            start = gradients.layout.offset(chunk.section, chunk.start)
+            narrow = gradients.plane[start : start + chunk.weight_bytes].clone()
+            task = (AccumulateTask * 1)()
+            task[0].source, task[0].source_dtype = narrow.data_ptr(), BF16 if chunk.split else F32
+            task[0].target, task[0].target_dtype = address + wide.offset(chunk.section, chunk.start), F32
+            task[0].numel = task[0].first_piece = chunk.numel
+            self._runtime.kernels.accumulate(task, 1, self._runtime.threads)
+        gradients.layout, gradients.wide = wide, True
+        gradients.forget_tasks()
 
     def remake_plane(self, block: Block, *, wide: bool) -> None:
         """A new HOST plane for the block's present layout. Live gradients move to it."""

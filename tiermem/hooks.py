@@ -156,8 +156,8 @@ def foreign_hooks() -> bool:
 class Unit:
     """Stands around the forward of one module.
 
-    It replaces ``module.forward`` on the instance and not by module hooks: a recompute that calls ``forward`` and not the
-    module passes through it too, and whatever ends the forward, Ctrl-C included, ends what was begun here.
+    It replaces ``module.forward`` on the instance and not by module hooks: a recompute that calls ``forward`` and not
+    the module passes through it too, and whatever ends the forward, Ctrl-C included, ends what was begun here.
     """
 
     def __init__(self, runtime: Runtime, saved: SavedTensors, name: str, blocks: Sequence[Block]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,6 +17,7 @@ from tiermem.hooks import Installed
 from tiermem.memory import Memory
 from tiermem.planes import Held, held_of
 from tiermem.policy import Policy
+from tiermem.process import return_freed_tensors
 from tiermem.report import Report
 from tiermem.runtime import Runtime
 from tiermem.trace import register
@@ -46,6 +45,9 @@ def offload(
     Parameters on the meta device are taken over as zeros, to be filled with ``load_state_dict`` or under
     ``gather(..., write=True)``. Buffers are moved to the device and stay there.
 
+    With explicit budgets on a CPU device, the C library is told to give freed blocks of 1 MiB and more back at once
+    (mallopt, for the whole process): otherwise its heap keeps the holes that gradients and activations leave.
+
     Errors: ``ValueError`` naming the parameter, budget or choice that does not work, and the remedy; ``OSError``
     naming the disk directory.
     """
@@ -58,7 +60,12 @@ def offload(
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.device.type != "meta" and buffer.device != on.torch_device:
                 part._buffers[name] = buffer.to(on.torch_device)
-    runtime = Runtime(module, memory or Memory(), policy or Policy(), on)
+    memory = memory or Memory()
+    if on.unified and (memory.device is not None or memory.host is not None):
+        # A budget is a promise, and on a CPU device autograd's tensors come from the same heap: it must not keep
+        # their holes.
+        return_freed_tensors(1 << 20)
+    runtime = Runtime(module, memory, policy or Policy(), on)
     register(runtime.timeline)
     object.__setattr__(module, _ATTRIBUTE, Surface(module, runtime))
     return module
@@ -179,9 +186,8 @@ def mapped_tensor(runtime: Runtime, held: Held, dtype: torch.dtype) -> torch.Ten
     in memory."""
     if runtime.store is None or not held.numel:
         return torch.empty_strided(held.size, held.stride, dtype=dtype)
-    with tempfile.TemporaryDirectory(prefix="values-", dir=runtime.store.directories[0]) as directory:
-        path = str(Path(directory) / "tensor")
-        flat = torch.from_file(path, shared=True, size=held.numel, dtype=dtype)
+    with runtime.store.scratch_file() as path:
+        flat = torch.from_file(str(path), shared=True, size=held.numel, dtype=dtype)
     return held.shaped(flat)
 
 
@@ -223,7 +229,7 @@ class _Loading:
                 )
             # fp32 values keep their low halves as residuals: they are copied into an fp32 tensor, not rounded on the
             # way.
-            dtype = torch.float32 if held.split and held.parameter.requires_grad else held.dtype
+            dtype = torch.float32 if held.split and value.dtype is torch.float32 else held.dtype
             parameter.data = torch.empty_strided(held.size, held.stride, dtype=dtype, device=parameter.device)
             self._loaded.append(held)
 
@@ -232,8 +238,16 @@ class _Loading:
             values = held.parameter.data
             held.block.wait_update()
             _put_back(held)
-            self._runtime.values.write_master(held, values)
+            _take_over(held, values)
         self._loaded.clear()
+
+
+def _take_over(held: Held, values: torch.Tensor) -> None:
+    """New values in the dtype of the weights replace those that differ; in another (fp32) they are the masters."""
+    if values.dtype is held.dtype:
+        held.runtime.values.write(held, values)
+    else:
+        held.runtime.values.write_master(held, values)
 
 
 def _put_back(held: Held) -> None:
@@ -288,7 +302,7 @@ def gather(target: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: boo
             one.gathers.pop()
             _put_back(one)
             if write:
-                one.runtime.values.write_master(one, values)
+                _take_over(one, values)
                 for outer in one.gathers:
                     outer.copy_(values)
 

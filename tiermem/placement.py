@@ -34,6 +34,8 @@ class BlockPlan:
     host_states: frozenset[int] = frozenset()
     """Chunks whose states rest in HOST."""
     gradients_home: Tier | None = None
+    gradient_plane_bytes: int = 0
+    """Taken in HOST: room for fp32 sums over micro-batches where that fits (untouched, it is not resident)."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -170,10 +172,11 @@ def _choose_weights(
 def _choose_gradients(plans: list[BlockPlan], has_disk: bool, host: Budget) -> None:
     for plan in plans:
         if plan.trainable:
-            fits = plan.gradient_bytes <= host.free_bytes
-            plan.gradients_home = Tier.HOST if fits or not has_disk else Tier.DISK
+            wide = plan.layout.gradient_plane(wide=True).nbytes
+            plan.gradients_home = Tier.HOST if wide <= host.free_bytes or not has_disk else Tier.DISK
             if plan.gradients_home is Tier.HOST:
-                host.take(plan.gradient_bytes, f"gradients of block {plan.name}")
+                plan.gradient_plane_bytes = wide if wide <= host.free_bytes else plan.gradient_bytes
+                host.take(plan.gradient_plane_bytes, f"gradients of block {plan.name}")
 
 
 def _choose_states(plans: list[BlockPlan], policy: Policy, has_disk: bool, host: Budget) -> None:

@@ -66,8 +66,12 @@ class Held:
 
     def view(self, plane: torch.Tensor) -> torch.Tensor:
         """The parameter's values in a weight plane of its block (uint8, on any device)."""
-        offset = self.block.layout.weight_offset(self.index)
-        return plane.view(self.dtype).as_strided(self.size, self.stride, offset // self.dtype.itemsize)
+        offset = self.block.layout.weight_offset(self.index) // self.dtype.itemsize
+        # Not plane.view(...).as_strided(...): that would keep a second tensor alive, and slots count who holds their
+        # storage.
+        return torch.empty(0, dtype=self.dtype, device=plane.device).set_(
+            plane.untyped_storage(), offset, self.size, self.stride
+        )
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` (same shape) as a 1-D tensor in the order in which the plane stores it; copies only if it must."""

@@ -11,7 +11,6 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,10 +65,6 @@ class Runtime:
         """Updates have begun inside a backward that no ``step()`` has followed yet."""
         self.in_backward = False
         self.forward_depth = 0
-        self.forward_frame: FrameType | None = None
-        """Of the call of the outermost running forward."""
-        self.forwards = 0
-        """Outermost forwards that were abandoned: what a unit has noted of an earlier one is void."""
         self._warned_nonfinite = False
         self._finalizer: weakref.finalize[..., Any] | None = None
         self.device_budget = Budget(
@@ -169,7 +164,8 @@ class Runtime:
             )
         pin = None if self.device.unified else self.device.pin
         if placement.slab_count:
-            self._staging = SlabPool(placement.slab_bytes, placement.slab_count, pin)
+            pins = [one for one in (pin, self.engine.pin if self.engine is not None else None) if one is not None]
+            self._staging = SlabPool(placement.slab_bytes, placement.slab_count, pins)
             self._staging.watch = self.timeline.counter("slabs", placement.slab_count)
         self._slots = SlotPool(self.device, placement.slot_bytes, placement.slot_count)
         if placement.slot_count:
@@ -198,7 +194,7 @@ class Runtime:
             block.make_placeholders(self.device.torch_device)
             for one in held:
                 one.runtime = self
-            self._make_planes(block)
+            self._make_planes(block, plan.gradient_plane_bytes)
             self.blocks.append(block)
             self._fill(block)
 
@@ -243,7 +239,7 @@ class Runtime:
             self.store.reserve(name, size, 1)
             return self.store.record(name, nbytes, (block.name, kind))
 
-    def _make_planes(self, block: Block) -> None:
+    def _make_planes(self, block: Block, gradient_bytes: int) -> None:
         """Memory and records for a new block. The budgets were charged by the placement."""
         layout = block.layout
         pin = None if self.device.unified else self.device.pin
@@ -256,8 +252,7 @@ class Runtime:
         direct = self.device.unified and block.gradients_home is Tier.HOST
         block.gradients = BlockGradients(block, direct=direct)
         if block.gradients_home is Tier.HOST:
-            nbytes = block.gradients.layout.nbytes
-            block.gradients.plane = self._region(nbytes, pin).carve(nbytes)
+            block.gradients.plane = self._region(gradient_bytes, pin).carve(gradient_bytes)
         in_host = sum(chunk.layout.state_bytes for chunk in block.chunks if chunk.layout.index in block.host_states)
         states = self._region(in_host) if in_host else None
         for chunk in block.chunks:
@@ -430,18 +425,15 @@ class Runtime:
             self.gathering.release_soft()
 
     def reset_phase(self) -> None:
-        """A forward or backward that was interrupted leaves no hook or callback behind: the next forward starts
-        clean."""
-        if self.forward_depth and self.forward_frame is not None and self.forward_frame.f_back is None:
-            # The outermost forward's frame has ended and its hook has not been called: Ctrl-C.
-            self.forward_depth, self.forward_frame = 0, None
-            self.forwards += 1
-            for block in self.blocks:
-                if block.holds:
-                    block.holds = 0
-                    self.gathering.release_finished(block)
-        if not self.forward_depth and self.in_backward and torch._C._current_graph_task_id() < 0:
+        """No forward is running. What an interrupted one or an interrupted backward has left behind is put right."""
+        if torch._C._current_graph_task_id() >= 0:
+            return
+        if self.in_backward:
             self._end_backward()
+        for block in self.blocks:
+            if block.holds:
+                block.holds = 0
+                self.gathering.release_finished(block)
 
     # The optimizer's step.
 
@@ -616,7 +608,7 @@ class Runtime:
                 try:
                     weights = self._final_value(held)
                 except Exception as error:
-                    lost.append(f"{held.name} ({error!r})")
+                    lost.append(f"{held.name} ({str(error) or repr(error)})")
                     weights = torch.full(held.size, float("nan"), dtype=held.original_dtype)
                 self._restore(held, weights, gradient)
         self._abandon()

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 
 from tiermem.device import DONE, Device, Event
 from tiermem.planes import Block
+from tiermem.transfer import bytes_of
 
 _use_count = torch._C._storage_Use_Count
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A chunk's place in a slot: on the device, and as bytes where that is host memory."""
+
+    tensor: torch.Tensor
+    view: memoryview | None
 
 
 class Slot:
@@ -33,7 +43,9 @@ class Slot:
         self.taken = 0  # when the slot was last taken or used, in gathers
         self._storage = self.buffer.untyped_storage()
         self._views: dict[Block, list[torch.Tensor]] = {}
+        self._targets: dict[Block, list[Target]] = {}
         self._own_references = _use_count(self._storage._cdata)
+        """Of the storage, by the runtime itself. Counted, not measured: other threads use these tensors at any time."""
 
     @property
     def address(self) -> int:
@@ -43,18 +55,20 @@ class Slot:
         """The block's parameters as views of this slot; made once, kept."""
         views = self._views.get(block)
         if views is None:
-            before = _use_count(self._storage._cdata)
             views = self._views[block] = block.views(self.buffer)
-            self._own_references += _use_count(self._storage._cdata) - before
+            self._own_references += len(views)
         return views
 
-    def forget(self, block: Block) -> None:
-        """Drop views made for an older layout of ``block``."""
-        views = self._views.pop(block, None)
-        if views is not None:
-            before = _use_count(self._storage._cdata)
-            views.clear()
-            self._own_references += _use_count(self._storage._cdata) - before
+    def targets(self, block: Block, *, readable: bool) -> list[Target]:
+        """Where the block's chunks are loaded to, in this slot; made once, kept. ``readable``: as host memory too."""
+        targets = self._targets.get(block)
+        if targets is None:
+            targets = self._targets[block] = []
+            for chunk in block.layout.chunks:
+                part = self.buffer[chunk.weight_offset : chunk.weight_offset + chunk.weight_bytes]
+                targets.append(Target(part, bytes_of(part) if readable else None))
+                self._own_references += 2 if readable else 1
+        return targets
 
     @property
     def viewed(self) -> bool:
