@@ -34,6 +34,11 @@ TM_INLINE float widen(float value) { return value; }
 // of its own (-ffp-contract=off). Where the instruction set has no such instruction, libm computes the same bits, slowly.
 TM_INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
+// By all bits set or none: the compilers give up on vectorising a loop with a choice that is the same for all of it.
+TM_INLINE float blend(uint32_t which, float on, float off) {
+    return from_bits((to_bits(on) & which) | (to_bits(off) & ~which));
+}
+
 TM_INLINE uint32_t is_nan(float value) { return value == value ? 0 : ~0u; }
 
 TM_INLINE float one_nan(float value) { return value == value ? value : from_bits(0x7fc00000); }

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,25 @@ from hypothesis.extra.numpy import arrays
 import tiermem._native
 from tiermem import kernels
 from tiermem.kernels import native, reference
-from tiermem.kernels.abi import ADAM, ADAMW, BF16, F32, AccumulateTask, UpdateTask, piece_count
+from tiermem.kernels.abi import (
+    ADAGRAD,
+    ADAM,
+    ADAMW,
+    AMSGRAD,
+    AMSGRADW,
+    BF16,
+    BLOCK_NUMEL,
+    F32,
+    INT8,
+    LION,
+    NON_NEGATIVE,
+    SGD,
+    SGD_MOMENTUM,
+    SGD_NESTEROV,
+    AccumulateTask,
+    UpdateTask,
+    piece_count,
+)
 from tiermem.kernels.cores import available_cores
 
 ROOT = Path(__file__).parent.parent
@@ -156,14 +174,18 @@ class Scalars:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     step: int = 3
+    noise: int = 12345
 
     def fill(self, task: UpdateTask) -> None:
         beta1, beta2 = self.betas
-        task.formula, task.maximize, task.grad_scale = self.formula, self.maximize, self.grad_scale
+        task.formula, task.noise = self.formula, self.noise
+        task.grad_scale = -self.grad_scale if self.maximize else self.grad_scale
         task.decay, task.weight_decay = 1 - self.lr * self.weight_decay, self.weight_decay
-        task.one_minus_beta1, task.beta2, task.one_minus_beta2 = 1 - beta1, beta2, 1 - beta2
-        task.step_size, task.eps = self.lr / (1 - beta1**self.step), self.eps
+        task.beta1, task.one_minus_beta1, task.beta2, task.one_minus_beta2 = beta1, 1 - beta1, beta2, 1 - beta2
+        adam = self.formula <= AMSGRAD
+        task.step_size, task.eps = self.lr / (1 - beta1**self.step) if adam else self.lr, self.eps
         task.bias_correction2_sqrt = (1 - beta2**self.step) ** 0.5
+        task.initial_sum = 0.0625 if self.step == 3 else 0.0
 
 
 @dataclass
@@ -172,35 +194,73 @@ class Planes:
 
     weight: np.ndarray
     residual: np.ndarray
-    exp_avg: np.ndarray
-    exp_avg_sq: np.ndarray
     grad: np.ndarray
+    moments: list[np.ndarray]  # float32; uint16 for bf16; uint8 for int8
+    scales: list[np.ndarray]  # int8 only
 
     @classmethod
-    def of(
-        cls, master: np.ndarray, exp_avg: np.ndarray, exp_avg_sq: np.ndarray, grad: np.ndarray, *, is_split: bool
-    ) -> Planes:
-        if is_split:
-            return cls(*reference.split(master), exp_avg.copy(), exp_avg_sq.copy(), grad.copy())
-        return cls(master.copy(), np.empty(0, np.uint16), exp_avg.copy(), exp_avg_sq.copy(), grad.copy())
+    def of(cls, master: np.ndarray, moments: Iterable[np.ndarray], grad: np.ndarray, *, is_split: bool) -> Planes:
+        halves = reference.split(master) if is_split else (master.copy(), np.empty(0, np.uint16))
+        return cls(*halves, grad.copy(), [moment.copy() for moment in moments], [])
 
     def copy(self) -> Planes:
-        return Planes(*(getattr(self, field.name).copy() for field in fields(self)))
+        return Planes(*([one.copy() for one in p] if isinstance(p, list) else p.copy() for p in self.fields()))
+
+    def part(self, first: int, last: int) -> Planes:
+        return Planes(
+            *([one[first:last] for one in p] if isinstance(p, list) else p[first:last] for p in self.fields())
+        )
+
+    def fields(self) -> list[Any]:
+        return [self.weight, self.residual, self.grad, self.moments, self.scales]
 
     def master(self) -> np.ndarray:
-        return self.weight if self.weight.dtype == np.float32 else reference.join(self.weight, self.residual)
+        return reference.join(self.weight, self.residual) if self.weight.dtype == np.uint16 else self.weight
+
+    @property
+    def moment_dtype(self) -> int:
+        return {4: F32, 2: BF16, 1: INT8}[self.moments[0].itemsize] if self.moments else F32
 
     def fill(self, task: UpdateTask, first: int = 0, last: int | None = None) -> None:
-        for name in ("weight", "residual", "exp_avg", "exp_avg_sq", "grad"):
-            plane = getattr(self, name)
-            setattr(task, name, plane[first:].ctypes.data if plane.size else None)
-        task.weight_dtype = dtype_of(self.weight)
-        task.grad_dtype = dtype_of(self.grad)
-        task.numel = (self.weight.size if last is None else last) - first
+        last = self.weight.size if last is None else last
+        task.weight = self.weight[first:].ctypes.data
+        task.residual = self.residual[first:].ctypes.data if self.residual.size else None
+        task.grad = self.grad[first:].ctypes.data
+        for index, moment in enumerate(self.moments):
+            task.moments[index] = moment[first:].ctypes.data
+        for index, scales in enumerate(self.scales):
+            task.scales[index] = scales[first // BLOCK_NUMEL :].ctypes.data
+        task.numel = last - first
+        task.weight_dtype, task.grad_dtype = dtype_of(self.weight), dtype_of(self.grad)
+        task.moment_dtype = self.moment_dtype
+
+    def decoded(self, formula: int) -> list[np.ndarray]:
+        """The moments as float32."""
+        if self.moment_dtype != INT8:
+            return [reference.widen(moment).copy() for moment in self.moments]
+        pairs = zip(self.moments, self.scales, NON_NEGATIVE[formula], strict=True)
+        return [reference.decode_int8(codes, scales, non_negative=kind) for codes, scales, kind in pairs]
+
+    def encoded(self, moments: list[np.ndarray], formula: int, moment_dtype: int, first: int | None) -> Planes:
+        """With these moments in that format, rounded to nearest where `first`, the noise, is None."""
+        if moment_dtype == F32:
+            return replace(self, moments=moments, scales=[])
+        noise = None if first is None else reference.noise(first, self.weight.size)
+        result = replace(self, moments=[], scales=[])
+        for index, (values, non_negative) in enumerate(zip(moments, NON_NEGATIVE[formula], strict=True)):
+            nearest = np.full(values.size, 0x8000 if moment_dtype == BF16 else 0x80, np.uint32)
+            chances = nearest if noise is None or index == 2 else noise >> (index % 2 * 16)
+            if moment_dtype == BF16:
+                result.moments.append(reference.encode_bf16(values, chances))
+            else:
+                codes, scales = reference.encode_int8(values, chances, non_negative=non_negative)
+                result.moments.append(codes)
+                result.scales.append(scales)
+        return result
 
 
 def dtype_of(plane: np.ndarray) -> int:
-    return {"float32": F32, "uint16": BF16}[plane.dtype.name]
+    return F32 if plane.dtype == np.float32 else BF16
 
 
 def update(implementation: kernels.Kernels, planes: Planes, scalars: Scalars, threads: int = 1) -> Planes:
@@ -216,45 +276,51 @@ def update_by_reference(planes: Planes, scalars: Scalars) -> Planes:
     updated = planes.copy()
     task = UpdateTask()
     scalars.fill(task)
-    master = updated.master().copy()
-    reference.update(task, master, updated.exp_avg, updated.exp_avg_sq, updated.grad)
+    master, moments = updated.master().copy(), updated.decoded(scalars.formula)
+    reference.update(task, master, moments, updated.grad)
     if planes.weight.dtype == np.uint16:
         updated.weight, updated.residual = reference.split(master)
     else:
         updated.weight = master
-    return updated
+    return updated.encoded(moments, scalars.formula, planes.moment_dtype, scalars.noise)
 
 
 def assert_same_planes(actual: Planes, expected: Planes) -> None:
-    for field in fields(Planes):
-        assert_same_bits(getattr(actual, field.name), getattr(expected, field.name), field.name)
+    assert_same_bits(actual.weight, expected.weight, "weight")
+    assert_same_bits(actual.residual, expected.residual, "residual")
+    for name in ("moments", "scales"):
+        pairs = zip(getattr(actual, name), getattr(expected, name), strict=True)
+        for index, (one, other) in enumerate(pairs):
+            assert_same_bits(one, other, f"{name} {index}")
 
 
-def random_planes(numel: int, *, is_split: bool, grad_dtype: int, seed: int = 0) -> Planes:
+def random_planes(
+    numel: int,
+    *,
+    is_split: bool,
+    grad_dtype: int,
+    seed: int = 0,
+    formula: int = ADAMW,
+    moment_dtype: int = F32,
+    hostile: bool = False,
+) -> Planes:
+    """Random values; `hostile`: among them all sorts of others."""
     random = np.random.default_rng(seed)
-    master, exp_avg, exp_avg_sq, grad = random.standard_normal((4, numel), np.float32)
+    kinds = NON_NEGATIVE[formula]
+    master, grad, *moments = random.standard_normal((2 + len(kinds), numel), np.float32)
+    moments = [moment**2 if kind else moment * np.float32(0.1) for moment, kind in zip(moments, kinds, strict=True)]
+    if hostile:
+        for plane, kind in ((master, False), (grad, False), *zip(moments, kinds, strict=True)):
+            where = random.random(numel) < 0.3
+            values = random.choice(HOSTILE, int(where.sum()))
+            plane[where] = np.abs(values) if kind else values
     grad_plane = (bits(grad) >> 16).astype(np.uint16) if grad_dtype == BF16 else grad
-    return Planes.of(master, exp_avg * np.float32(0.1), exp_avg_sq**2, grad_plane, is_split=is_split)
+    planes = Planes.of(master, moments, grad_plane, is_split=is_split)
+    return planes.encoded([reference.one_nan(moment) for moment in moments], formula, moment_dtype, None)
 
 
-def hostile_planes(numel: int, *, is_split: bool, grad_dtype: int) -> Planes:
-    """Every combination of hostile values, over and over; among random ones."""
-    planes = random_planes(numel, is_split=is_split, grad_dtype=grad_dtype, seed=numel)
-    random = np.random.default_rng(numel)
-    for plane in (planes.exp_avg, planes.exp_avg_sq):
-        where = random.random(numel) < 0.3
-        plane[where] = random.choice(HOSTILE, int(where.sum()))
-    np.abs(planes.exp_avg_sq, out=planes.exp_avg_sq)
-    where = random.random(numel) < 0.3
-    values = random.choice(HOSTILE, int(where.sum()))
-    planes.grad[where] = values if grad_dtype == F32 else bits(values) >> 16
-    where = random.random(numel) < 0.3
-    values = random.choice(HOSTILE, int(where.sum()))
-    if is_split:
-        planes.weight[where], planes.residual[where] = reference.split(values)
-    else:
-        planes.weight[where] = values
-    return planes
+def hostile_planes(numel: int, **choices: Any) -> Planes:
+    return random_planes(numel, seed=numel, hostile=True, **choices)
 
 
 LAYOUTS = list(itertools.product([True, False], [BF16, F32]))  # is_split, grad_dtype
@@ -267,34 +333,54 @@ VARIANTS = [
     Scalars(betas=(0.5, 0.9), grad_scale=1e-30),
     Scalars(formula=ADAM, betas=(0.0, 0.999), eps=1e-30, step=100_000),
 ]
+FORMULAS = [
+    Scalars(formula=AMSGRADW),
+    Scalars(formula=AMSGRAD, maximize=True),
+    Scalars(formula=AMSGRAD, weight_decay=0.0),
+    Scalars(formula=SGD),
+    Scalars(formula=SGD, weight_decay=0.0, maximize=True),
+    Scalars(formula=SGD_MOMENTUM),
+    Scalars(formula=SGD_MOMENTUM, weight_decay=0.0, betas=(0.0, 0.0)),
+    Scalars(formula=SGD_NESTEROV, betas=(0.9, 0.9)),
+    Scalars(formula=LION, betas=(0.9, 0.99)),
+    Scalars(formula=LION, weight_decay=0.0, maximize=True),
+    Scalars(formula=ADAGRAD, lr=1e-2),
+    Scalars(formula=ADAGRAD, weight_decay=0.0, eps=0.0),
+]
 
 
-@pytest.mark.parametrize("scalars", VARIANTS)
+@pytest.mark.parametrize("scalars", VARIANTS + FORMULAS)
 @pytest.mark.parametrize(("is_split", "grad_dtype"), LAYOUTS)
 def test_update_gives_the_bits_of_the_reference(
     implementation: kernels.Kernels, is_split: bool, grad_dtype: int, scalars: Scalars
 ) -> None:
-    for numel in HOSTILE_SIZES:
-        for planes in (
-            random_planes(numel, is_split=is_split, grad_dtype=grad_dtype),
-            hostile_planes(numel, is_split=is_split, grad_dtype=grad_dtype),
-        ):
-            actual, expected = planes, planes
-            for step in (scalars.step, scalars.step + 1):  # the second starts from what hostile values left
-                actual = update(implementation, actual, replace(scalars, step=step))
-                expected = update_by_reference(expected, replace(scalars, step=step))
-                assert_same_planes(actual, expected)
+    for numel, hostile, moment_dtype in itertools.product(HOSTILE_SIZES, [False, True], [F32, BF16, INT8]):
+        planes = random_planes(
+            numel,
+            is_split=is_split,
+            grad_dtype=grad_dtype,
+            seed=numel,
+            formula=scalars.formula,
+            moment_dtype=moment_dtype,
+            hostile=hostile,
+        )
+        actual, expected = planes, planes
+        for step in (scalars.step, scalars.step + 1):  # the second starts from what hostile values left
+            actual = update(implementation, actual, replace(scalars, step=step))
+            expected = update_by_reference(expected, replace(scalars, step=step))
+            assert_same_planes(actual, expected)
 
 
 @pytest.mark.parametrize(("is_split", "grad_dtype"), LAYOUTS)
 def test_update_gives_the_same_bits_for_any_thread_count(
     implementation: kernels.Kernels, is_split: bool, grad_dtype: int
 ) -> None:
-    planes = random_planes(1_000_003, is_split=is_split, grad_dtype=grad_dtype)
-    planes.exp_avg[777_777] = np.nan
-    expected = update_by_reference(planes, Scalars())
-    for threads in (1, 2, 5):
-        assert_same_planes(update(implementation, planes, Scalars(), threads), expected)
+    for moment_dtype in (F32, BF16, INT8):
+        planes = random_planes(1_000_003, is_split=is_split, grad_dtype=grad_dtype, moment_dtype=moment_dtype)
+        planes.grad[777_777] = np.nan if grad_dtype == F32 else 0x7FC0
+        expected = update_by_reference(planes, Scalars())
+        for threads in (1, 2, 5):
+            assert_same_planes(update(implementation, planes, Scalars(), threads), expected)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -310,9 +396,11 @@ def test_segments_of_one_call_are_updated_each_with_its_own_scalars(
         scalars = replace(VARIANTS[index % len(VARIANTS)], lr=1e-3 * (index + 1))
         scalars.fill(tasks[index])
         updated.fill(tasks[index], first, last)
-        part = Planes(*(getattr(planes, field.name)[first:last] for field in fields(Planes)))
-        for field in fields(Planes):
-            getattr(expected, field.name)[first:last] = getattr(update_by_reference(part, scalars), field.name)
+        done = update_by_reference(planes.part(first, last), scalars)
+        for name in ("weight", "residual"):
+            getattr(expected, name)[first:last] = getattr(done, name)
+        for whole, part in zip(expected.moments, done.moments, strict=True):
+            whole[first:last] = part
     implementation.update(tasks, len(bounds) - 1, threads)  # the last task of the array is not looked at
     assert_same_planes(updated, expected)
 
@@ -324,8 +412,8 @@ def test_update_leaves_what_lies_around_its_planes_alone(implementation: kernels
     updated.fill(tasks[0], 13, 13 + 199)
     Scalars().fill(tasks[0])
     implementation.update(tasks, 1, 1)
-    for field in fields(Planes):
-        before, after = getattr(planes, field.name), getattr(updated, field.name)
+    pairs = [(planes.weight, updated.weight), (planes.residual, updated.residual), (planes.grad, updated.grad)]
+    for before, after in [*pairs, *zip(planes.moments, updated.moments, strict=True)]:
         assert_same_bits(after[:13], before[:13])
         assert_same_bits(after[212:], before[212:])
     assert not np.array_equal(updated.weight, planes.weight)
@@ -335,7 +423,7 @@ def test_nan_masters_stay_nan_in_the_weight_plane(implementation: kernels.Kernel
     numel = 33
     grad = np.full(numel, np.nan, np.float32)
     zeros = np.zeros(numel, np.float32)
-    planes = Planes.of(np.ones(numel, np.float32), zeros, zeros, grad, is_split=True)
+    planes = Planes.of(np.ones(numel, np.float32), [zeros, zeros], grad, is_split=True)
     updated = update(implementation, planes, Scalars())
     assert np.isnan(reference.widen(updated.weight)).all()
     assert np.isnan(updated.master()).all()
@@ -344,7 +432,7 @@ def test_nan_masters_stay_nan_in_the_weight_plane(implementation: kernels.Kernel
 
 def test_zero_second_moment_with_zero_eps_is_nan_as_in_torch(implementation: kernels.Kernels) -> None:
     zeros = np.zeros(17, np.float32)
-    planes = Planes.of(np.ones(17, np.float32), zeros, zeros, zeros, is_split=False)
+    planes = Planes.of(np.ones(17, np.float32), [zeros, zeros], zeros, is_split=False)
     assert np.isnan(update(implementation, planes, Scalars(eps=0.0)).weight).all()
 
 
@@ -352,9 +440,9 @@ def test_flushing_denormals_in_the_calling_thread_changes_nothing(implementation
     numel = 200_003
     planes = random_planes(numel, is_split=False, grad_dtype=F32)
     planes.grad *= np.float32(1e-20)
-    planes.exp_avg_sq *= np.float32(1e-39)
+    planes.moments[1] *= np.float32(1e-39)
     expected = update_by_reference(planes, Scalars())
-    assert (np.abs(expected.exp_avg_sq[expected.exp_avg_sq != 0]) < np.finfo(np.float32).tiny).any()
+    assert (np.abs(expected.moments[1][expected.moments[1] != 0]) < np.finfo(np.float32).tiny).any()
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush denormals")
     try:
@@ -386,7 +474,7 @@ def test_hundred_steps_equal_torch(implementation: kernels.Kernels, scalars: Sca
     random = np.random.default_rng(1)
     master = random.standard_normal(1000, np.float32)
     zeros = np.zeros_like(master)
-    planes = Planes.of(master, zeros, zeros, zeros, is_split=is_split)
+    planes = Planes.of(master, [zeros, zeros], zeros, is_split=is_split)
     parameter = torch.nn.Parameter(torch.from_numpy(master.copy()))
     optimizer_class = torch.optim.AdamW if scalars.formula == ADAMW else torch.optim.Adam
     optimizer = optimizer_class(
@@ -405,8 +493,8 @@ def test_hundred_steps_equal_torch(implementation: kernels.Kernels, scalars: Sca
         optimizer.step()
     np.testing.assert_allclose(planes.master(), parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
     state = optimizer.state[parameter]
-    np.testing.assert_allclose(planes.exp_avg, state["exp_avg"].numpy(), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(planes.exp_avg_sq, state["exp_avg_sq"].numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(planes.moments[0], state["exp_avg"].numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(planes.moments[1], state["exp_avg_sq"].numpy(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("grad_dtype", [BF16, F32])
@@ -429,7 +517,7 @@ def test_the_bits_are_those_of_torch_fused(
         random = np.random.default_rng(numel)
         master = random.standard_normal(numel, np.float32)
         zeros = np.zeros_like(master)
-        planes = Planes.of(master, zeros, zeros, zeros, is_split=is_split)
+        planes = Planes.of(master, [zeros, zeros], zeros, is_split=is_split)
         parameter = torch.nn.Parameter(torch.from_numpy(master.copy()))
         optimizer = optimizer_class(
             [parameter],
@@ -449,8 +537,8 @@ def test_the_bits_are_those_of_torch_fused(
         whole = numel // 16 * 16  # torch's scalar loop at the end of a tensor rounds the second moment otherwise
         for actual, expected in (
             (planes.master(), parameter.detach()),
-            (planes.exp_avg, state["exp_avg"]),
-            (planes.exp_avg_sq, state["exp_avg_sq"]),
+            (planes.moments[0], state["exp_avg"]),
+            (planes.moments[1], state["exp_avg_sq"]),
         ):
             assert_same_bits(actual[:whole], expected.numpy()[:whole])
             np.testing.assert_allclose(actual[whole:], expected.numpy()[whole:], rtol=1e-5)
@@ -487,7 +575,7 @@ def test_the_error_of_a_step_is_no_larger_than_that_of_torch(lr: float, step: in
     optimizer.step()
     error_of_torch = np.abs(parameter.detach().numpy() - exact)
 
-    error = np.abs(update(kernels.load(), Planes.of(master, m, v, g, is_split=False), scalars).weight - exact)
+    error = np.abs(update(kernels.load(), Planes.of(master, [m, v], g, is_split=False), scalars).weight - exact)
     # Both are mostly the last rounding, of the parameter itself: equal to within chance, which the margins allow for.
     assert error.mean() <= error_of_torch.mean() * 1.002
     assert np.quantile(error, 0.999) <= np.quantile(error_of_torch, 0.999) * 1.01

@@ -6,15 +6,18 @@ optimizer = tiermem.AdamW(model.parameters(), lr=3e-4)
 
 from tiermem.memory import Memory
 from tiermem.offload import close, gather, offload, report, synchronize
-from tiermem.optim import Adam, AdamW
+from tiermem.optim import SGD, Adagrad, Adam, AdamW, Lion
 from tiermem.policy import Policy, Tier
 from tiermem.report import BlockReport, Report
 from tiermem.trace import trace
 
 __all__ = [
+    "SGD",
+    "Adagrad",
     "Adam",
     "AdamW",
     "BlockReport",
+    "Lion",
     "Memory",
     "Policy",
     "Report",

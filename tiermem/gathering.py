@@ -41,7 +41,7 @@ class Gathering:
         self._background = background
         self._blocks = blocks
         self.slots = slots
-        self._staging = staging
+        self.staging = staging
         self._counters = counters
         self._timeline = timeline
         self._clock = 0
@@ -271,8 +271,8 @@ class Gathering:
                 target.tensor.zero_()
             slot.loaded = DONE
             return
-        assert self._staging is not None
-        async with self._staging.loan() as slab:
+        assert self.staging is not None
+        async with self.staging.loan() as slab:
             source = slab.view[: layout.weight_bytes]
             if record.valid:
                 await record.swap_in(source)

@@ -5,7 +5,9 @@ section  a contiguous run of a plane whose parameters share one dtype and one tr
 slice    a parameter's place: a section and an element offset in it.
 chunk    a fixed number of elements of a section: the unit of disk I/O and of optimizer work.
 segment  the part of a slice that lies in one chunk.
-extent   the bytes of a chunk's optimizer state: ``[residual | exp_avg | exp_avg_sq]``.
+moment   a number per element that an optimizer keeps (Adam's exp_avg and exp_avg_sq), in the format that was asked for.
+scale    what a run of a moment's codes is multiplied by, in a format that has codes. No run holds two parameters.
+extent   the bytes of a chunk's optimizer state: ``[residual | moment 0 | moment 1 | ...]``, moments with their scales.
 piece    4096 elements of a section: the unit of a gradient norm's partial sums, so that the sum of squares of a
          parameter does not depend on how its section is cut in chunks.
 
@@ -28,6 +30,31 @@ SPLIT_KIND = "torch.bfloat16"
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class MomentFormat:
+    """How a moment rests.
+
+    itemsize: bytes of an element.
+    block_numel: elements that share an fp32 scale; 0: there are no scales.
+    """
+
+    itemsize: int
+    block_numel: int = 0
+
+    def scales_offset(self, numel: int) -> int:
+        """Bytes from the start of a moment of ``numel`` elements to its scales."""
+        return round_up(self.itemsize * numel, PARAMETER_ALIGNMENT_BYTES)
+
+    def nbytes(self, numel: int) -> int:
+        scales = 4 * -(-numel // self.block_numel) if self.block_numel else 0
+        return self.scales_offset(numel) + round_up(scales, PARAMETER_ALIGNMENT_BYTES)
+
+
+MOMENT_FORMATS = {"fp32": MomentFormat(4), "bf16": MomentFormat(2), "int8": MomentFormat(1, 128)}
+MOMENTS_PLANNED = 2
+"""Moments that chunks have room for until an optimizer says how many it keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +122,21 @@ class Chunk:
     trainable: bool
     segments: tuple[Segment, ...]
 
-    @property
-    def exp_avg_offset(self) -> int:
-        return round_up(2 * self.numel, PARAMETER_ALIGNMENT_BYTES) if self.split else 0
+    format: MomentFormat
+    moments: int
 
-    @property
-    def exp_avg_sq_offset(self) -> int:
-        return self.exp_avg_offset + round_up(4 * self.numel, PARAMETER_ALIGNMENT_BYTES)
+    def moment_offset(self, moment: int) -> int:
+        """Bytes from the start of the extent; the residual, if there is one, stands at its start."""
+        residual = round_up(2 * self.numel, PARAMETER_ALIGNMENT_BYTES) if self.split else 0
+        return residual + moment * self.format.nbytes(self.numel)
+
+    def scales_offset(self, moment: int) -> int:
+        return self.moment_offset(moment) + self.format.scales_offset(self.numel)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of ``[residual | exp_avg | exp_avg_sq]``, whole pages; the residual stands at offset 0 if there is
-        one."""
-        return round_up(self.exp_avg_sq_offset + 4 * self.numel, PAGE_BYTES)
+        """Bytes of the extent, whole pages."""
+        return round_up(max(self.moment_offset(self.moments), 1), PAGE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +175,10 @@ class BlockLayout:
         sections = tuple(new if index == section else s for index, s in enumerate(self.sections))
         return replace(self, sections=sections, chunks=chunks)
 
+    def with_moments(self, moments: int) -> BlockLayout:
+        """The same places, with extents of that many moments."""
+        return replace(self, chunks=tuple(replace(chunk, moments=moments) for chunk in self.chunks))
+
     def gradient_plane(self, *, wide: bool) -> GradientPlane:
         offsets: list[int | None] = []
         itemsizes: list[int] = []
@@ -163,7 +196,9 @@ class BlockLayout:
         return sum(chunk.state_bytes for chunk in self.chunks if chunk.trainable)
 
 
-def lay_out(parameters: Sequence[ParameterSpec], chunk_numel: int) -> BlockLayout:
+def lay_out(
+    parameters: Sequence[ParameterSpec], chunk_numel: int, moment_format: MomentFormat = MOMENT_FORMATS["fp32"]
+) -> BlockLayout:
     """Place the parameters of one block. Cost: none in memory beyond 64 bytes per parameter and a page per section."""
     groups: dict[tuple[str, bool], list[int]] = {}
     for index, spec in enumerate(parameters):
@@ -175,20 +210,22 @@ def lay_out(parameters: Sequence[ParameterSpec], chunk_numel: int) -> BlockLayou
     for (kind, trainable), members in groups.items():
         itemsize = parameters[members[0]].itemsize
         split = trainable and kind == SPLIT_KIND
-        align = max(1, PARAMETER_ALIGNMENT_BYTES // itemsize)
+        align = max(PARAMETER_ALIGNMENT_BYTES // itemsize, moment_format.block_numel, 1)
         end = 0
         for index in members:
             start = round_up(end, align)
             slices[index] = Slice(index, len(sections), start, parameters[index].numel)
             end = start + parameters[index].numel
         section = Section(kind, itemsize, trainable, split, end, plane_end, round_up(end * itemsize, PAGE_BYTES))
-        chunks += _cut(section, len(sections), [slices[i] for i in members], chunk_numel, len(chunks))
+        chunks += _cut(section, len(sections), [slices[i] for i in members], chunk_numel, len(chunks), moment_format)
         sections.append(section)
         plane_end += section.weight_bytes
     return BlockLayout(tuple(slices[i] for i in range(len(parameters))), tuple(sections), tuple(chunks), plane_end)
 
 
-def _cut(section: Section, index: int, members: list[Slice], chunk_numel: int, first_chunk: int) -> list[Chunk]:
+def _cut(
+    section: Section, index: int, members: list[Slice], chunk_numel: int, first_chunk: int, moment_format: MomentFormat
+) -> list[Chunk]:
     chunks: list[Chunk] = []
     pending = 0  # the first slice that reaches into the chunk being made
     for start in range(0, section.numel, chunk_numel):
@@ -213,6 +250,8 @@ def _cut(section: Section, index: int, members: list[Slice], chunk_numel: int, f
                 section.split,
                 section.trainable,
                 tuple(segments),
+                moment_format,
+                MOMENTS_PLANNED,
             )
         )
     return chunks

@@ -11,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiermem.layout import PAGE_BYTES, BlockLayout, ParameterSpec, lay_out, round_up
+from tiermem.layout import (
+    MOMENT_FORMATS,
+    MOMENTS_PLANNED,
+    PAGE_BYTES,
+    BlockLayout,
+    MomentFormat,
+    ParameterSpec,
+    lay_out,
+    round_up,
+)
 from tiermem.memory import Budget, format_bytes
 from tiermem.policy import CHUNK_ALIGNMENT, Policy, Tier
 
@@ -60,9 +69,9 @@ class Placement:
     gradient_slot_count: int
 
 
-def slab_bytes_for(chunk_numel: int) -> int:
-    """Room for a chunk's states, weights and widest gradients at once: 16 bytes per element."""
-    return 16 * chunk_numel + 4 * PAGE_BYTES
+def slab_bytes_for(chunk_numel: int, moment_format: MomentFormat, moments: int = MOMENTS_PLANNED) -> int:
+    """Room for a chunk's states, weights and widest gradients at once: 16 bytes per element with two fp32 moments."""
+    return 8 * chunk_numel + moments * moment_format.nbytes(chunk_numel) + 4 * PAGE_BYTES
 
 
 def choose_chunk_numel(policy: Policy, blocks: Sequence[Sequence[ParameterSpec]], host_limit_bytes: int) -> int:
@@ -70,10 +79,11 @@ def choose_chunk_numel(policy: Policy, blocks: Sequence[Sequence[ParameterSpec]]
     larger than the largest section could fill."""
     if policy.chunk_numel is not None:
         return policy.chunk_numel
+    moment_format = MOMENT_FORMATS[policy.moments]
     largest = max((sum(spec.numel for spec in block) for block in blocks), default=1)
     chunk = CHUNK_NUMEL_MAX
     while chunk > CHUNK_ALIGNMENT and (
-        STAGING_SLABS * slab_bytes_for(chunk) > host_limit_bytes // 4 or chunk // 2 >= largest
+        STAGING_SLABS * slab_bytes_for(chunk, moment_format) > host_limit_bytes // 4 or chunk // 2 >= largest
     ):
         chunk //= 2
     return chunk
@@ -97,11 +107,12 @@ def place(
     Errors: ``ValueError`` naming what does not fit, the bytes needed and present, and the remedy.
     """
     chunk_numel = choose_chunk_numel(policy, specs, host.limit_bytes)
+    moment_format = MOMENT_FORMATS[policy.moments]
     plans = [
-        BlockPlan(name, lay_out(block, chunk_numel), resident)
+        BlockPlan(name, lay_out(block, chunk_numel, moment_format), resident)
         for name, block, resident in zip(names, specs, residents, strict=True)
     ]
-    slab_bytes = slab_bytes_for(chunk_numel)
+    slab_bytes = slab_bytes_for(chunk_numel, moment_format)
     staged = has_disk or not unified
     slab_count = 0
     if staged:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from tiermem.layout import MOMENT_FORMATS
+
 if TYPE_CHECKING:
     import torch
 
@@ -35,7 +37,8 @@ class Policy:
     states: home of the optimizer states (residual and moments): HOST, DISK or ``"auto"``.
     compute_dtype: ``None`` computes in each parameter's own dtype; ``torch.bfloat16`` on an fp32 model computes in
         bf16, casts floating-point inputs of the blocks, and keeps the fp32 values as masters.
-    moments: format of the optimizer's moments; ``"fp32"`` is exact.
+    moments: format of the optimizer's moments: ``"fp32"`` is exact; ``"bf16"`` and ``"int8"`` take 4 and 2 bytes per
+        parameter instead of 8, rounded by chance (the same chance in every run and placement).
     blocks: how the model is cut: ``None`` (children of ModuleList and Sequential, then by size), or a sequence of
         module classes, name patterns (``"model.layers.*"``; ``*`` stands for one component) and modules.
     io: I/O engine: ``"auto"``, a name, or an ``Engine``.
@@ -61,7 +64,7 @@ class Policy:
     weights: Tier | Literal["device", "host", "disk", "auto"] = "auto"
     states: Tier | Literal["host", "disk", "auto"] = "auto"
     compute_dtype: torch.dtype | None = None
-    moments: Literal["fp32"] = "fp32"
+    moments: Literal["fp32", "bf16", "int8"] = "fp32"
     blocks: Sequence[Any] | None = None
     io: str | Engine = "auto"
     skip_nonfinite: bool = True
@@ -75,8 +78,9 @@ class Policy:
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", _home("weights", self.weights, tuple(Tier)))
         object.__setattr__(self, "states", _home("states", self.states, (Tier.HOST, Tier.DISK)))
-        if self.moments != "fp32":
-            raise ValueError(f"Policy(moments={self.moments!r}): known formats are 'fp32'")
+        if self.moments not in MOMENT_FORMATS:
+            known = ", ".join(map(repr, MOMENT_FORMATS))
+            raise ValueError(f"Policy(moments={self.moments!r}): known formats are {known}")
         if self.kernels not in ("auto", "native", "numba"):
             raise ValueError(f"Policy(kernels={self.kernels!r}): expected 'auto', 'native' or 'numba'")
         if self.chunk_numel is not None and (self.chunk_numel <= 0 or self.chunk_numel % CHUNK_ALIGNMENT):

@@ -60,6 +60,8 @@ class Runtime:
         self.timeline = Timeline(type(module).__name__, device, [str(path) for path in memory.directories])
         self.closed = False
         self.error: BaseException | None = None
+        self.moments: int | None = None
+        """That the optimizers keep per parameter, once there is one (see moments.py)."""
         self.eager = policy.update_in_backward
         self.unstepped = False
         """Updates have begun inside a backward that no ``step()`` has followed yet."""
@@ -228,10 +230,11 @@ class Runtime:
             extents.append(("gradient", extent_class(chunk.weight_bytes)))
         return extents
 
-    def record(self, kind: str, nbytes: int, block: Block) -> Record:
-        """A record for one more extent of ``block``. Reserves space for it if the plan did not."""
+    def record(self, kind: str, nbytes: int, block: Block, *, extent_bytes: int | None = None) -> Record:
+        """A record for one more extent of ``block`` (of another one's size if given). Reserves space for it if the plan
+        did not."""
         assert self.store is not None
-        size = extent_class(nbytes)
+        size = extent_class(nbytes if extent_bytes is None else extent_bytes)
         name = f"{kind}-{size}"
         try:
             return self.store.record(name, nbytes, (block.name, kind))
@@ -361,6 +364,28 @@ class Runtime:
         if self._staging is None:
             raise AssertionError("nothing is staged in this placement")
         return self._staging
+
+    def enlarge_staging(self, slab_bytes: int, what: str) -> None:
+        """Slabs of at least that size. Nothing may be staged at the time."""
+        old = self._staging
+        if old is None or old.slab_bytes >= slab_bytes:
+            return
+        self.host_budget.take((slab_bytes - old.slab_bytes) * old.count, f"staging of {what}")
+        self._staging = self.gathering.staging = SlabPool(
+            slab_bytes, old.count, None if self.device.unified else self.device.pin
+        )
+        old.close()
+
+    def states_region(self, nbytes: int) -> Region:
+        """Zeroed memory for optimizer states. The caller has charged the budget."""
+        return self._region(nbytes)
+
+    def drop_regions(self, addresses: Iterable[int]) -> None:
+        """Let go of the regions that start at one of these addresses."""
+        starts = set(addresses)
+        for region in [region for region in self._regions if region.address in starts]:
+            self._regions.remove(region)
+            region.close()
 
     def host_plane(self, nbytes: int, what: str) -> torch.Tensor:
         self.host_budget.take(round_up(nbytes, PAGE_BYTES), what)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tiermem.device import Event
-from tiermem.kernels.abi import F32, UpdateTask
-from tiermem.layout import PAGE_BYTES, round_up
+from tiermem.kernels.abi import BF16, F32, INT8, NON_NEGATIVE, UpdateTask
+from tiermem.layout import MOMENT_FORMATS, PAGE_BYTES, round_up
 from tiermem.planes import TRAINABLE_CODES, Block, ChunkHome, Held
 from tiermem.slab import Slab
 from tiermem.store import Record
@@ -38,27 +39,34 @@ class Hyperparameters:
     """Scalars of one parameter's update at one step, as the kernels take them (see kernels/abi.py)."""
 
     formula: int
-    maximize: bool
+    step: int  # 1 in the first
     grad_scale: float
-    decay: float
-    weight_decay: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
     step_size: float
-    bias_correction2_sqrt: float
-    eps: float
+    decay: float = 1.0
+    weight_decay: float = 0.0
+    beta1: float = 0.0
+    one_minus_beta1: float = 0.0
+    beta2: float = 0.0
+    one_minus_beta2: float = 0.0
+    bias_correction2_sqrt: float = 1.0
+    eps: float = 0.0
+    initial_sum: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Contiguous elements of one chunk that are updated with the same scalars. ``zeroed``: their gradient counts as
-    zero."""
+    """Contiguous elements of one chunk that are updated with the same scalars.
+
+    zeroed: their gradient counts as zero.
+    noise: number of the first element for rounding by chance (see csrc/moments.h): of the parameter's name, the
+        element's place in it and the step, so that it is the same wherever the parameter rests.
+    """
 
     start: int  # elements, from the start of the chunk
     numel: int
     hyperparameters: Hyperparameters
     zeroed: bool
+    noise: int
 
 
 class Updater(Protocol):
@@ -73,8 +81,18 @@ ParameterUpdates = dict[Held, tuple[Hyperparameters, bool]]
 """Parameters to update, with their scalars and whether their gradient counts as zero."""
 
 
+EXACT = MOMENT_FORMATS["fp32"]
+_MOMENT_CODES = {EXACT: F32, MOMENT_FORMATS["bf16"]: BF16, MOMENT_FORMATS["int8"]: INT8}
+
+
+def _noise(name: str, step: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{name} {step}".encode(), digest_size=4).digest(), "little")
+
+
 def plan_chunk(block: Block, chunk: ChunkHome, updates: ParameterUpdates) -> list[Run]:
-    """The chunk's runs. Neighbouring segments with equal scalars are one run, across the padding between them."""
+    """The chunk's runs. Neighbouring segments with equal scalars are one run, across the padding between them; but not
+    where moments are rounded by chance, which is each parameter's own."""
+    exact = chunk.layout.format is EXACT
     runs: list[Run] = []
     extends = False  # the last segment belongs to the last run
     for segment in chunk.layout.segments:
@@ -83,11 +101,13 @@ def plan_chunk(block: Block, chunk: ChunkHome, updates: ParameterUpdates) -> lis
             extends = False
             continue
         hyperparameters, zeroed = planned
-        if extends and not zeroed and not runs[-1].zeroed and runs[-1].hyperparameters is hyperparameters:
+        if exact and extends and not zeroed and not runs[-1].zeroed and runs[-1].hyperparameters is hyperparameters:
             start = runs[-1].start
-            runs[-1] = Run(start, segment.chunk_start + segment.numel - start, hyperparameters, zeroed)
+            runs[-1] = Run(start, segment.chunk_start + segment.numel - start, hyperparameters, zeroed, 0)
         else:
-            runs.append(Run(segment.chunk_start, segment.numel, hyperparameters, zeroed))
+            held = block.held[segment.parameter]
+            noise = 0 if exact else (_noise(held.name, hyperparameters.step) + segment.slice_start) % 2**32
+            runs.append(Run(segment.chunk_start, segment.numel, hyperparameters, zeroed, noise))
         extends = True
     return runs
 
@@ -265,20 +285,21 @@ def _tasks(chunk: ChunkHome, runs: list[Run], extents: _Extents) -> list[UpdateT
         task = UpdateTask()
         task.weight = extents.weight + run.start * weight_size
         task.residual = extents.state + run.start * 2 if layout.split else None
-        task.exp_avg = extents.state + layout.exp_avg_offset + run.start * 4
-        task.exp_avg_sq = extents.state + layout.exp_avg_sq_offset + run.start * 4
+        for moment in range(len(NON_NEGATIVE[scalars.formula])):
+            first = extents.state + layout.moment_offset(moment)
+            task.moments[moment] = first + run.start * layout.format.itemsize
+            if layout.format.block_numel:
+                scale = run.start // layout.format.block_numel
+                task.scales[moment] = extents.state + layout.scales_offset(moment) + 4 * scale
         task.grad = extents.grad + run.start * grad_size
         task.numel = run.numel
         task.weight_dtype, task.grad_dtype = code, extents.grad_code
-        task.formula, task.maximize = scalars.formula, scalars.maximize
+        task.moment_dtype, task.formula, task.noise = _MOMENT_CODES[layout.format], scalars.formula, run.noise
         task.grad_scale, task.decay, task.weight_decay = scalars.grad_scale, scalars.decay, scalars.weight_decay
-        task.one_minus_beta1 = scalars.one_minus_beta1
+        task.beta1, task.one_minus_beta1 = scalars.beta1, scalars.one_minus_beta1
         task.beta2, task.one_minus_beta2 = scalars.beta2, scalars.one_minus_beta2
-        task.step_size, task.bias_correction2_sqrt, task.eps = (
-            scalars.step_size,
-            scalars.bias_correction2_sqrt,
-            scalars.eps,
-        )
+        task.step_size, task.bias_correction2_sqrt = scalars.step_size, scalars.bias_correction2_sqrt
+        task.eps, task.initial_sum = scalars.eps, scalars.initial_sum
         if run.zeroed:
             ctypes.memset(task.grad, 0, run.numel * grad_size)
         tasks.append(task)

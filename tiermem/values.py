@@ -6,11 +6,12 @@ Everything here runs while nothing else is in flight for the block, and needs on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Literal
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from tiermem import moments
 from tiermem.layout import Segment
 from tiermem.planes import Block, ChunkHome, Held
 from tiermem.store import Record
@@ -18,8 +19,6 @@ from tiermem.transfer import all_of, swap_in_or_zero, tensor_of
 
 if TYPE_CHECKING:
     from tiermem.runtime import Runtime
-
-Moment = Literal["exp_avg", "exp_avg_sq"]
 
 
 class Values:
@@ -106,25 +105,30 @@ class Values:
         if upload:
             self.upload(held.block)
 
-    def read_moment(self, held: Held, moment: Moment, target: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy of a moment, fp32."""
+    def read_moment(
+        self, held: Held, moment: int, target: torch.Tensor | None = None, *, non_negative: bool
+    ) -> torch.Tensor:
+        """A copy of a moment, fp32. ``non_negative``: it is a sum of squares."""
         flat = torch.empty(held.numel, dtype=torch.float32) if target is None else held.flat(target)
 
         def copy(segment: Segment, weight: torch.Tensor | None, state: torch.Tensor | None, chunk: ChunkHome) -> None:
-            _part(flat, segment).copy_(_moments(state, chunk, segment, moment))
+            assert state is not None
+            _part(flat, segment).copy_(moments.read(state, chunk.layout, segment, moment, non_negative=non_negative))
 
         self._visit_chunks(held, copy, weight=False, state=True, write=False)
         return held.shaped(flat)
 
-    def write_moments(self, held: Held, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-        flats: dict[Moment, torch.Tensor] = {
-            "exp_avg": held.flat(exp_avg.detach().to("cpu", torch.float32)),
-            "exp_avg_sq": held.flat(exp_avg_sq.detach().to("cpu", torch.float32)),
-        }
+    def write_moments(self, held: Held, values: Sequence[torch.Tensor | None], non_negative: Sequence[bool]) -> None:
+        """Set all moments; None is zero."""
+        flats = [None if one is None else held.flat(one.detach().to("cpu", torch.float32)) for one in values]
 
         def copy(segment: Segment, weight: torch.Tensor | None, state: torch.Tensor | None, chunk: ChunkHome) -> None:
-            for moment, flat in flats.items():
-                _moments(state, chunk, segment, moment).copy_(_part(flat, segment))
+            assert state is not None
+            for moment in range(chunk.layout.moments):
+                flat = flats[moment] if moment < len(flats) else None
+                part = torch.zeros(segment.numel) if flat is None else _part(flat, segment)
+                is_sum = flat is not None and non_negative[moment]
+                moments.write(state, chunk.layout, segment, moment, part, non_negative=is_sum)
 
         self._visit_chunks(held, copy, weight=False, state=True, write=True)
 
@@ -249,11 +253,3 @@ def _weights(plane: torch.Tensor, held: Held, segment: Segment) -> torch.Tensor:
 
 def _residuals(state: torch.Tensor, segment: Segment) -> torch.Tensor:
     return state[2 * segment.chunk_start : 2 * (segment.chunk_start + segment.numel)].view(torch.int16)
-
-
-def _moments(state: torch.Tensor | None, chunk: ChunkHome, segment: Segment, moment: Moment) -> torch.Tensor:
-    assert state is not None
-    start = (
-        chunk.layout.exp_avg_offset if moment == "exp_avg" else chunk.layout.exp_avg_sq_offset
-    ) + 4 * segment.chunk_start
-    return state[start : start + 4 * segment.numel].view(torch.float32)

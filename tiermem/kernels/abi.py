@@ -11,37 +11,68 @@ from typing import Any, ClassVar, Final
 
 BF16: Final = 0
 F32: Final = 1
+INT8: Final = 2  # moments only: codes of blocks that share a scale
 
 ADAMW: Final = 0  # decoupled weight decay: the parameter is multiplied by `decay`
 ADAM: Final = 1  # L2: weight_decay * parameter is added to the gradient
+AMSGRADW: Final = 2
+AMSGRAD: Final = 3
+SGD: Final = 4
+SGD_MOMENTUM: Final = 5
+SGD_NESTEROV: Final = 6
+LION: Final = 7
+ADAGRAD: Final = 8
+
+NON_NEGATIVE: Final[dict[int, tuple[bool, ...]]] = {
+    ADAMW: (False, True),
+    ADAM: (False, True),
+    AMSGRADW: (False, True, True),
+    AMSGRAD: (False, True, True),
+    SGD: (),
+    SGD_MOMENTUM: (False,),
+    SGD_NESTEROV: (False,),
+    LION: (False,),
+    ADAGRAD: (True,),
+}
+"""The moments of each formula, in the order in which they rest: whether they are sums of squares, which have a code of
+their own in int8."""
+
+MOMENTS_MAX: Final = 3
+BLOCK_NUMEL: Final = 128  # int8 codes that share a scale
 
 PIECE_NUMEL: Final = 4096  # one sum of squares each
 LANES: Final = 16  # accumulators of one sum of squares
 
 
 class UpdateTask(ctypes.Structure):
-    """One contiguous run of parameters that share their hyperparameters, updated in place."""
+    """One contiguous run of parameters that share their hyperparameters, updated in place.
+
+    With int8 moments it starts at the start of a block.
+    """
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("weight", ctypes.c_void_p),  # uint16 (bf16) or float32
         ("residual", ctypes.c_void_p),  # uint16 low halves of the masters; None for float32 weights
-        ("exp_avg", ctypes.c_void_p),  # float32
-        ("exp_avg_sq", ctypes.c_void_p),  # float32
         ("grad", ctypes.c_void_p),
+        ("moments", ctypes.c_void_p * MOMENTS_MAX),  # as many as the formula has
+        ("scales", ctypes.c_void_p * MOMENTS_MAX),  # float32, one per block; INT8 only
         ("numel", ctypes.c_int64),
         ("weight_dtype", ctypes.c_int32),
         ("grad_dtype", ctypes.c_int32),
+        ("moment_dtype", ctypes.c_int32),
         ("formula", ctypes.c_int32),
-        ("maximize", ctypes.c_int32),
-        ("grad_scale", ctypes.c_float),
-        ("decay", ctypes.c_float),  # 1 - lr * weight_decay, read by ADAMW
-        ("weight_decay", ctypes.c_float),  # read by ADAM
-        ("one_minus_beta1", ctypes.c_float),
-        ("beta2", ctypes.c_float),
+        ("noise", ctypes.c_uint32),  # of the first element, the next one's is one more; not read with F32 moments
+        ("grad_scale", ctypes.c_float),  # negative to maximize
+        ("decay", ctypes.c_float),  # 1 - lr * weight_decay, read by ADAMW, AMSGRADW and LION
+        ("weight_decay", ctypes.c_float),  # read by the others
+        ("beta1", ctypes.c_float),  # LION; SGD: the momentum, 0 in the first step
+        ("one_minus_beta1", ctypes.c_float),  # SGD: 1 - dampening, 1 in the first step
+        ("beta2", ctypes.c_float),  # SGD_NESTEROV: the momentum
         ("one_minus_beta2", ctypes.c_float),
-        ("step_size", ctypes.c_float),  # lr / bias_correction1
+        ("step_size", ctypes.c_float),  # the learning rate, with ADAM and its kin divided by bias_correction1
         ("bias_correction2_sqrt", ctypes.c_float),
         ("eps", ctypes.c_float),
+        ("initial_sum", ctypes.c_float),  # ADAGRAD: what the sum starts from, in the first step; 0 later
     ]
 
 

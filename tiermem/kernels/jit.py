@@ -20,11 +20,30 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tiermem.kernels import Kernels
-from tiermem.kernels.abi import ADAM, BF16, F32, LANES, PIECE_NUMEL, AccumulateTask, UpdateTask
+from tiermem.kernels.abi import (
+    ADAGRAD,
+    ADAM,
+    ADAMW,
+    AMSGRAD,
+    AMSGRADW,
+    BF16,
+    BLOCK_NUMEL,
+    F32,
+    LANES,
+    LION,
+    MOMENTS_MAX,
+    PIECE_NUMEL,
+    SGD,
+    SGD_NESTEROV,
+    AccumulateTask,
+    UpdateTask,
+)
 
 TILE_NUMEL: Final = 1024  # of all loops; a multiple of LANES, and pieces are multiples of it
 UNIT_NUMEL: Final = 64 * 1024  # of the update: what one thread takes at once
 UNIT_PIECES: Final = 16  # of the sums of gradients
+HALF_BF16: Final = 0x8000  # in place of noise: rounds to nearest
+HALF_INT8: Final = 0x80
 NUMEL_PER_THREAD_MIN: Final = 256 * 1024  # below, handing work to a Python thread costs more than it gains
 
 _NAN: Final = np.float32(np.nan)  # 0x7fc00000
@@ -132,6 +151,64 @@ def _multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), generate
 
 
+@_intrinsic
+def _noise(typing: Any, first: Any, index: Any) -> Any:
+    """The random word of element first + index."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        weyl = builder.mul(builder.add(arguments[0], builder.trunc(arguments[1], word)), word(0x9E3779B9))
+        mixed = builder.mul(builder.xor(weyl, builder.lshr(weyl, word(16))), word(0x85EBCA6B))
+        return builder.xor(mixed, builder.lshr(mixed, word(16)))
+
+    return types.uint32(types.uint32, types.int64), generate
+
+
+@_intrinsic
+def _round_bf16(typing: Any, value: Any, noise: Any, shift: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        value, noise, shift = arguments
+        chance = builder.and_(builder.lshr(noise, shift), word(0xFFFF))
+        rounded = builder.add(builder.bitcast(value, word), chance)
+        return builder.trunc(builder.lshr(rounded, word(16)), ir.IntType(16))
+
+    return types.uint16(types.float32, types.uint32, types.uint32), generate
+
+
+@_intrinsic
+def _second_byte(typing: Any, value: Any, noise: Any, shift: Any) -> Any:
+    """Of the bits of `value` plus 8 bits of noise."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        value, noise, shift = arguments
+        chance = builder.and_(builder.lshr(noise, shift), word(0xFF))
+        rounded = builder.add(builder.bitcast(value, word), chance)
+        return builder.trunc(builder.lshr(rounded, word(8)), ir.IntType(8))
+
+    return types.uint8(types.float32, types.uint32, types.uint32), generate
+
+
+@_intrinsic
+def _magnitude(typing: Any, value: Any) -> Any:
+    """The bits without the sign: ordered as the magnitudes are, NaN above all."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        return builder.and_(builder.bitcast(arguments[0], word), word(0x7FFFFFFF))
+
+    return types.int32(types.float32), generate
+
+
+@_intrinsic
+def _from_bits(typing: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
 @_compiled
 def _one_nan(value: float) -> Any:
     return value if value == value else _NAN
@@ -161,31 +238,293 @@ def _split_halves(master: Any, weight: Any, residual: Any) -> None:
 
 
 @_compiled
-def _adam(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any) -> None:
-    """The formula; csrc/adam.cpp has the same with its sources."""
-    l2 = task.formula == ADAM and task.weight_decay != 0
-    decay = np.float32(1.0) if task.formula == ADAM else task.decay
+def _mean_and_square(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any) -> None:
+    """Adam up to its moments; csrc/formulas.h has the formulas in one piece, with their sources."""
+    decoupled = task.formula in (ADAMW, AMSGRADW)
+    l2 = not decoupled and task.weight_decay != 0
+    decay = task.decay if decoupled else np.float32(1.0)
     weight_decay = task.weight_decay
     from_end = task.one_minus_beta1 >= np.float32(0.5)
     towards_grad = task.one_minus_beta1 - np.float32(1.0) if from_end else task.one_minus_beta1
     beta2 = task.beta2
     one_minus_beta2 = task.one_minus_beta2
-    step_size = task.step_size
-    bias_correction2_sqrt = task.bias_correction2_sqrt
-    eps = task.eps
     for i in range(params.size):
         p = params[i]
         g = grad[i]
         m = exp_avg[i]
-        v = exp_avg_sq[i]
         g = _multiply_add(weight_decay, p, g) if l2 else g
-        p = p * decay
-        m = _multiply_add(towards_grad, g - m, g if from_end else m)
-        v = _multiply_add(one_minus_beta2 * g, g, v * beta2)
-        p = p - step_size * m / (np.sqrt(v) / bias_correction2_sqrt + eps)
-        params[i] = _one_nan(p)
-        exp_avg[i] = _one_nan(m)
-        exp_avg_sq[i] = _one_nan(v)
+        params[i] = p * decay
+        exp_avg[i] = _multiply_add(towards_grad, g - m, g if from_end else m)
+        exp_avg_sq[i] = _multiply_add(one_minus_beta2 * g, g, exp_avg_sq[i] * beta2)
+
+
+@_compiled
+def _maximum(values: Any, maxima: Any) -> None:
+    for i in range(values.size):
+        maxima[i] = maxima[i] if maxima[i] >= values[i] else values[i]
+
+
+@_compiled
+def _adam(task: Any, params: Any, exp_avg: Any, exp_avg_sq: Any) -> None:
+    step_size = task.step_size
+    bias_correction2_sqrt = task.bias_correction2_sqrt
+    eps = task.eps
+    for i in range(params.size):
+        params[i] = params[i] - step_size * exp_avg[i] / (np.sqrt(exp_avg_sq[i]) / bias_correction2_sqrt + eps)
+
+
+@_compiled
+def _sgd(task: Any, params: Any, grad: Any) -> None:
+    weight_decay = task.weight_decay
+    step_size = task.step_size
+    for i in range(params.size):
+        p = params[i]
+        g = grad[i]
+        g = _multiply_add(weight_decay, p, g) if weight_decay != 0 else g
+        params[i] = _multiply_add(-step_size, g, p)
+
+
+@_compiled
+def _sgd_momentum(task: Any, params: Any, grad: Any, buffers: Any) -> None:
+    nesterov = task.formula == SGD_NESTEROV
+    weight_decay = task.weight_decay
+    keep = task.beta1
+    take = task.one_minus_beta1
+    look_ahead = task.beta2
+    step_size = task.step_size
+    for i in range(params.size):
+        p = params[i]
+        g = grad[i]
+        g = _multiply_add(weight_decay, p, g) if weight_decay != 0 else g
+        buffer = _multiply_add(take, g, buffers[i] * keep)
+        buffers[i] = buffer
+        g = _multiply_add(look_ahead, buffer, g) if nesterov else buffer
+        params[i] = _multiply_add(-step_size, g, p)
+
+
+@_compiled
+def _lion(task: Any, params: Any, grad: Any, exp_avg: Any) -> None:
+    decay = task.decay
+    beta1 = task.beta1
+    one_minus_beta1 = task.one_minus_beta1
+    beta2 = task.beta2
+    one_minus_beta2 = task.one_minus_beta2
+    step_size = task.step_size
+    for i in range(params.size):
+        g = grad[i]
+        m = exp_avg[i]
+        direction = _multiply_add(one_minus_beta1, g, m * beta1)
+        below = np.float32(-1.0) if direction < 0 else direction
+        sign = np.float32(1.0) if direction > 0 else below
+        params[i] = params[i] * decay - step_size * sign
+        exp_avg[i] = _multiply_add(one_minus_beta2, g, m * beta2)
+
+
+@_compiled
+def _adagrad(task: Any, params: Any, grad: Any, sums: Any) -> None:
+    weight_decay = task.weight_decay
+    step_size = task.step_size
+    eps = task.eps
+    initial_sum = task.initial_sum
+    for i in range(params.size):
+        p = params[i]
+        g = grad[i]
+        g = _multiply_add(weight_decay, p, g) if weight_decay != 0 else g
+        total = _multiply_add(g, g, sums[i] + initial_sum)
+        sums[i] = total
+        params[i] = p - step_size * g / (np.sqrt(total) + eps)
+
+
+@_compiled
+def _step(task: Any, params: Any, grad: Any, moments: Any) -> None:
+    if task.formula <= AMSGRAD:
+        _mean_and_square(task, params, grad, moments[0], moments[1])
+        if task.formula >= AMSGRADW:
+            _maximum(moments[1], moments[2])
+            _adam(task, params, moments[0], moments[2])
+        else:
+            _adam(task, params, moments[0], moments[1])
+    elif task.formula == SGD:
+        _sgd(task, params, grad)
+    elif task.formula <= SGD_NESTEROV:
+        _sgd_momentum(task, params, grad, moments[0])
+    elif task.formula == LION:
+        _lion(task, params, grad, moments[0])
+    else:
+        _adagrad(task, params, grad, moments[0])
+
+
+@_compiled
+def _canonicalise(values: Any) -> None:
+    for i in range(values.size):
+        values[i] = _one_nan(values[i])
+
+
+# ---- moments that take less than fp32; csrc/moments.h says how
+
+
+@_compiled
+def _make_noise(first: Any, noise: Any) -> None:
+    for i in range(noise.size):
+        noise[i] = _noise(first, i)
+
+
+@_compiled
+def _fill(value: Any, noise: Any) -> None:
+    for i in range(noise.size):
+        noise[i] = value
+
+
+@_compiled
+def _encode_bf16(values: Any, noise: Any, shift: Any, codes: Any) -> None:
+    for i in range(values.size):
+        codes[i] = _round_bf16(values[i], noise[i], shift)
+
+
+@_compiled
+def _decode_signed(codes: Any, scale: Any, values: Any) -> None:
+    for i in range(values.size):
+        values[i] = np.float32(codes[i]) * np.float32(1.0 / 127.0) * scale
+
+
+@_compiled
+def _decode_root(codes: Any, scale: Any, values: Any) -> None:
+    unit = scale * np.float32(1.0 / 256.0)
+    for i in range(values.size):
+        root = (np.float32(codes[i]) + np.float32(1.0)) * unit
+        values[i] = root * root
+
+
+@_compiled
+def _take_roots(values: Any) -> None:
+    for i in range(values.size):
+        values[i] = np.sqrt(values[i])
+
+
+@_compiled
+def _largest_magnitude(values: Any) -> Any:
+    magnitude = np.int32(0)
+    for i in range(values.size):
+        bits = _magnitude(values[i])
+        magnitude = bits if bits > magnitude else magnitude
+    return magnitude
+
+
+@_compiled
+def _clamp(largest: Any, values: Any) -> None:
+    for i in range(values.size):
+        value = values[i]
+        if value > largest:
+            values[i] = largest
+        elif value < -largest:
+            values[i] = -largest
+        elif value != value:
+            values[i] = np.float32(0.0)
+
+
+@_compiled
+def _encode_block(
+    values: Any, noise: Any, shift: Any, codes: Any, smallest: Any, largest: Any, digits: Any, offset: Any, least: Any
+) -> Any:
+    """The scale."""
+    maximum = _from_bits(_largest_magnitude(values))
+    scale = maximum
+    if not maximum < largest:
+        scale = largest if maximum == maximum else maximum
+        maximum = largest
+        _clamp(largest, values)
+    if maximum < smallest:
+        scale = np.float32(0.0)
+    to_digits = np.float32(0.0) if maximum < smallest else digits / maximum
+    for i in range(values.size):
+        digit = values[i] * to_digits + offset
+        digit = digit if digit > least else least
+        codes[i] = _second_byte(digit, noise[i], shift)
+    return scale
+
+
+@_compiled
+def _encode_signed(values: Any, noise: Any, shift: Any, codes: Any) -> Any:
+    return _encode_block(
+        values,
+        noise,
+        shift,
+        codes,
+        np.float32(2.0**-108),
+        np.float32(3.4028234663852886e38),
+        np.float32(127.0 * 256.0),
+        np.float32(1.5 * 2.0**23),
+        np.float32(0.0),
+    )
+
+
+@_compiled
+def _encode_root(values: Any, noise: Any, shift: Any, codes: Any) -> Any:
+    return _encode_block(
+        values,
+        noise,
+        shift,
+        codes,
+        np.float32(2.0**-76),
+        np.float32(1.8446742974197924e19),
+        np.float32(256.0 * 256.0),
+        np.float32(1.5 * 2.0**23 - 256.0),
+        np.float32(1.5 * 2.0**23),
+    )
+
+
+@_compiled
+def _decode(task: Any, moment: int, start: int, values: Any) -> None:
+    codes_at = task.moments[moment]
+    if task.moment_dtype == BF16:
+        _convert(carray(_pointer(codes_at + np.uint64(2 * start)), values.size, np.uint16), values)
+        return
+    scales_at = task.scales[moment] + np.uint64(4 * (start // BLOCK_NUMEL))
+    scales = carray(_pointer(scales_at), -(-values.size // BLOCK_NUMEL), np.float32)
+    non_negative = _is_non_negative(task.formula, moment)
+    for block in range(scales.size):
+        part = values[block * BLOCK_NUMEL : (block + 1) * BLOCK_NUMEL]
+        codes = codes_at + np.uint64(start + block * BLOCK_NUMEL)
+        if non_negative:
+            _decode_root(carray(_pointer(codes), part.size, np.uint8), scales[block], part)
+        else:
+            _decode_signed(carray(_pointer(codes), part.size, np.int8), scales[block], part)
+
+
+@_compiled
+def _encode(task: Any, moment: int, start: int, values: Any, noise: Any) -> None:
+    codes_at = task.moments[moment]
+    shift = np.uint32(moment % 2 * 16)
+    if task.moment_dtype == BF16:
+        _encode_bf16(values, noise, shift, carray(_pointer(codes_at + np.uint64(2 * start)), values.size, np.uint16))
+        return
+    scales_at = task.scales[moment] + np.uint64(4 * (start // BLOCK_NUMEL))
+    scales = carray(_pointer(scales_at), -(-values.size // BLOCK_NUMEL), np.float32)
+    non_negative = _is_non_negative(task.formula, moment)
+    if non_negative:
+        _take_roots(values)
+    for block in range(scales.size):
+        inside = slice(block * BLOCK_NUMEL, (block + 1) * BLOCK_NUMEL)
+        part = values[inside]
+        codes = carray(_pointer(codes_at + np.uint64(start + block * BLOCK_NUMEL)), part.size, np.uint8)
+        if non_negative:
+            scales[block] = _encode_root(part, noise[inside], shift, codes)
+        else:
+            scales[block] = _encode_signed(part, noise[inside], shift, codes)
+
+
+@_compiled
+def _is_non_negative(formula: int, moment: int) -> bool:
+    return moment > 0 or formula == ADAGRAD
+
+
+@_compiled
+def _moment_count(formula: int) -> int:
+    if formula <= ADAM:
+        return 2
+    if formula <= AMSGRAD:
+        return 3
+    return 0 if formula == SGD else 1
 
 
 @_compiled
@@ -230,32 +569,55 @@ def _total(sums: Any) -> float:
 def _update(tasks: Any, first: int, last: int) -> None:
     masters = np.empty(TILE_NUMEL, np.float32)
     grads = np.empty(TILE_NUMEL, np.float32)
+    scratch = np.empty((MOMENTS_MAX, TILE_NUMEL), np.float32)
+    noises = np.empty(TILE_NUMEL, np.uint32)
     unit = 0
     for index in range(tasks.size):
         task = tasks[index]
         begin = max(first - unit, 0) * UNIT_NUMEL
         end = min((last - unit) * UNIT_NUMEL, task.numel)
         unit += (task.numel + UNIT_NUMEL - 1) // UNIT_NUMEL
-        grad_scale = -task.grad_scale if task.maximize else task.grad_scale
+        count = _moment_count(task.formula)
         for start in range(begin, end, TILE_NUMEL):
             numel = min(TILE_NUMEL, end - start)
-            exp_avg = carray(_pointer(task.exp_avg + np.uint64(4 * start)), numel, np.float32)
-            exp_avg_sq = carray(_pointer(task.exp_avg_sq + np.uint64(4 * start)), numel, np.float32)
             grad = grads[:numel]
             if task.grad_dtype == BF16:
-                _widen_scaled(carray(_pointer(task.grad + np.uint64(2 * start)), numel, np.uint16), grad_scale, grad)
+                source = carray(_pointer(task.grad + np.uint64(2 * start)), numel, np.uint16)
+                _widen_scaled(source, task.grad_scale, grad)
             else:
-                _widen_scaled(carray(_pointer(task.grad + np.uint64(4 * start)), numel, np.float32), grad_scale, grad)
+                source_f32 = carray(_pointer(task.grad + np.uint64(4 * start)), numel, np.float32)
+                _widen_scaled(source_f32, task.grad_scale, grad)
+            moments = (scratch[0, :numel], scratch[1, :numel], scratch[2, :numel])
+            if task.moment_dtype == F32:
+                # What a formula does not have may point anywhere: it is not read.
+                moments = (
+                    carray(_pointer(task.moments[0] + np.uint64(4 * start)), numel, np.float32),
+                    carray(_pointer(task.moments[1] + np.uint64(4 * start)), numel, np.float32),
+                    carray(_pointer(task.moments[2] + np.uint64(4 * start)), numel, np.float32),
+                )
+            else:
+                for moment in range(count):
+                    _decode(task, moment, start, moments[moment])
             if task.weight_dtype == BF16:
                 weight = carray(_pointer(task.weight + np.uint64(2 * start)), numel, np.uint16)
                 residual = carray(_pointer(task.residual + np.uint64(2 * start)), numel, np.uint16)
                 master = masters[:numel]
                 _join_halves(weight, residual, master)
-                _adam(task, master, grad, exp_avg, exp_avg_sq)
+                _step(task, master, grad, moments)
                 _split_halves(master, weight, residual)
             else:
                 master = carray(_pointer(task.weight + np.uint64(4 * start)), numel, np.float32)
-                _adam(task, master, grad, exp_avg, exp_avg_sq)
+                _step(task, master, grad, moments)
+                _canonicalise(master)
+            for moment in range(count):
+                _canonicalise(moments[moment])
+            if task.moment_dtype != F32 and count > 0:
+                noise = noises[:numel]
+                _make_noise(task.noise + np.uint32(start), noise)
+                for moment in range(count):
+                    if moment == 2:  # a maximum has no mean that chance would keep
+                        _fill(np.uint32(HALF_BF16 if task.moment_dtype == BF16 else HALF_INT8), noise)
+                    _encode(task, moment, start, moments[moment], noise)
 
 
 @_compiled

@@ -5,12 +5,27 @@ Arrays are uint16 (bf16 bits) or float32. Every operation rounds to float32, as 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from tiermem.kernels.abi import ADAM, LANES, PIECE_NUMEL, UpdateTask
+from tiermem.kernels.abi import (
+    ADAGRAD,
+    ADAM,
+    ADAMW,
+    AMSGRAD,
+    AMSGRADW,
+    BLOCK_NUMEL,
+    LANES,
+    LION,
+    PIECE_NUMEL,
+    SGD,
+    SGD_MOMENTUM,
+    SGD_NESTEROV,
+    UpdateTask,
+)
 
 Bits: TypeAlias = npt.NDArray[np.uint16]
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -55,25 +70,116 @@ def multiply_add(a: Floats | float, b: Floats, c: Floats) -> Floats:
     return np.where((error != 0) & is_even & np.isfinite(total), to_odd, total).astype(np.float32)
 
 
-def update(task: UpdateTask, param: Floats, exp_avg: Floats, exp_avg_sq: Floats, grad: Bits | Floats) -> None:
+def update(task: UpdateTask, param: Floats, moments: Sequence[Floats], grad: Bits | Floats) -> None:
     """Applies the scalars of `task` to float32 masters and moments, in place. Its addresses are not read."""
-    scalar: Any = np.float32
     with np.errstate(all="ignore"):
-        g = widen(grad) * scalar(-task.grad_scale if task.maximize else task.grad_scale)
-        p, m, v = param, exp_avg, exp_avg_sq
-        if task.formula == ADAM:
-            if task.weight_decay:
-                g = multiply_add(task.weight_decay, p, g)
-        else:
-            p = p * scalar(task.decay)
-        # As torch.lerp: from the nearer end.
-        if task.one_minus_beta1 < 0.5:
-            m = multiply_add(task.one_minus_beta1, g - m, m)
-        else:
-            m = multiply_add(scalar(task.one_minus_beta1) - scalar(1), g - m, g)
-        v = multiply_add(scalar(task.one_minus_beta2) * g, g, v * scalar(task.beta2))
-        p = p - scalar(task.step_size) * m / (np.sqrt(v) / scalar(task.bias_correction2_sqrt) + scalar(task.eps))
-        param[:], exp_avg[:], exp_avg_sq[:] = one_nan(p), one_nan(m), one_nan(v)
+        g = widen(grad) * np.float32(task.grad_scale)
+        stepped = _FORMULAS[task.formula](task, param, g, *moments)
+        for array, values in zip((param, *moments), stepped, strict=True):
+            array[:] = one_nan(values)
+
+
+def _adam(task: UpdateTask, p: Floats, g: Floats, m: Floats, v: Floats, *v_max: Floats) -> tuple[Floats, ...]:
+    scalar: Any = np.float32
+    if task.formula in (ADAMW, AMSGRADW):
+        p = p * scalar(task.decay)
+    elif task.weight_decay:
+        g = multiply_add(task.weight_decay, p, g)
+    # As torch.lerp: from the nearer end.
+    if task.one_minus_beta1 < 0.5:
+        m = multiply_add(task.one_minus_beta1, g - m, m)
+    else:
+        m = multiply_add(scalar(task.one_minus_beta1) - scalar(1), g - m, g)
+    v = multiply_add(scalar(task.one_minus_beta2) * g, g, v * scalar(task.beta2))
+    v_max = tuple(np.where(largest >= v, largest, v) for largest in v_max)
+    root = np.sqrt(v_max[0] if v_max else v)
+    p = p - scalar(task.step_size) * m / (root / scalar(task.bias_correction2_sqrt) + scalar(task.eps))
+    return p, m, v, *v_max
+
+
+def _sgd(task: UpdateTask, p: Floats, g: Floats, *buffer: Floats) -> tuple[Floats, ...]:
+    if task.weight_decay:
+        g = multiply_add(task.weight_decay, p, g)
+    if buffer:
+        buffer = (multiply_add(task.one_minus_beta1, g, buffer[0] * np.float32(task.beta1)),)
+        g = multiply_add(task.beta2, buffer[0], g) if task.formula == SGD_NESTEROV else buffer[0]
+    return multiply_add(-task.step_size, g, p), *buffer
+
+
+def _lion(task: UpdateTask, p: Floats, g: Floats, m: Floats) -> tuple[Floats, ...]:
+    scalar: Any = np.float32
+    direction = multiply_add(task.one_minus_beta1, g, m * scalar(task.beta1))
+    sign = np.copysign(np.sign(direction), direction)  # zeros keep theirs, as in the compiled loops
+    p = p * scalar(task.decay) - scalar(task.step_size) * sign
+    return p, multiply_add(task.one_minus_beta2, g, m * scalar(task.beta2))
+
+
+def _adagrad(task: UpdateTask, p: Floats, g: Floats, total: Floats) -> tuple[Floats, ...]:
+    scalar: Any = np.float32
+    if task.weight_decay:
+        g = multiply_add(task.weight_decay, p, g)
+    total = multiply_add(g, g, total + scalar(task.initial_sum))
+    return p - scalar(task.step_size) * g / (np.sqrt(total) + scalar(task.eps)), total
+
+
+_FORMULAS: dict[int, Callable[..., tuple[Floats, ...]]] = {
+    **dict.fromkeys((ADAMW, ADAM, AMSGRADW, AMSGRAD), _adam),
+    **dict.fromkeys((SGD, SGD_MOMENTUM, SGD_NESTEROV), _sgd),
+    LION: _lion,
+    ADAGRAD: _adagrad,
+}
+
+
+# ---- moments that take less than fp32
+
+
+def noise(first: int, numel: int) -> npt.NDArray[np.uint32]:
+    """The random words of the elements from number `first` on."""
+    weyl = np.arange(first, first + numel, dtype=np.uint64).astype(np.uint32) * np.uint32(0x9E3779B9)
+    mixed = (weyl ^ (weyl >> 16)) * np.uint32(0x85EBCA6B)
+    return np.asarray(mixed ^ (mixed >> 16), np.uint32)
+
+
+def decode_bf16(codes: Bits) -> Floats:
+    return widen(codes)
+
+
+def encode_bf16(values: Floats, chances: npt.NDArray[np.uint32]) -> Bits:
+    """Rounded up with the chance `chances` / 65536 and what is cut off."""
+    return ((values.view(np.uint32) + (chances & 0xFFFF)) >> 16).astype(np.uint16)
+
+
+def decode_int8(codes: npt.NDArray[np.uint8], scales: Floats, *, non_negative: bool) -> Floats:
+    scale = np.repeat(scales, BLOCK_NUMEL)[: codes.size]
+    with np.errstate(all="ignore"):
+        if non_negative:
+            root = (codes.astype(np.float32) + np.float32(1)) * (scale * np.float32(1 / 256))
+            return root * root
+        return codes.view(np.int8).astype(np.float32) * np.float32(1 / 127) * scale
+
+
+def encode_int8(
+    values: Floats, chances: npt.NDArray[np.uint32], *, non_negative: bool
+) -> tuple[npt.NDArray[np.uint8], Floats]:
+    """Codes and scales. Rounded up with the chance `chances` / 256 and what lies above a whole digit."""
+    largest = np.float32(1.8446742974197924e19 if non_negative else 3.4028234663852886e38)
+    smallest = 2.0**-76 if non_negative else 2.0**-108
+    codes, scales = np.empty(values.size, np.uint8), np.empty(-(-values.size // BLOCK_NUMEL), np.float32)
+    with np.errstate(all="ignore"):
+        roots = np.sqrt(values) if non_negative else values
+        for block in range(scales.size):
+            inside = slice(block * BLOCK_NUMEL, (block + 1) * BLOCK_NUMEL)
+            numbers = np.where(np.isnan(roots[inside]), np.float32(0), np.clip(roots[inside], -largest, largest))
+            maximum = np.abs(numbers).max()
+            scales[block] = 0 if maximum < smallest else maximum
+            if np.isnan(roots[inside]).any():
+                scales[block], maximum = np.nan, largest
+            digits = np.float32(65536 if non_negative else 127 * 256)
+            parts = numbers * (np.float32(0) if maximum < smallest else digits / maximum)
+            parts = np.rint(parts).astype(np.int64) - (256 if non_negative else 0)
+            parts = np.maximum(parts, 0) if non_negative else parts
+            codes[inside] = (parts + (chances[inside] & 0xFF)) >> 8
+    return codes, scales
 
 
 def accumulate(source: Bits | Floats, previous: Bits | Floats | None, previous_scale: float) -> Floats:
