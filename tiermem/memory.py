@@ -60,6 +60,9 @@ class Memory:
     host: bytes of CPU memory (page-locked when there is an accelerator); ``None``: what is free, cgroup limits counted.
     disk: one directory, or several on different mounts; ``None``: no DISK tier.
     disk_size: bytes of files over all directories; ``None``: what is free there.
+    disk_endurance: bytes that the drives are rated to be written in their life, as ``"600TB"``; the report then says
+    what
+        share of it training uses, and how many steps it lasts.
 
     Errors: ``ValueError`` for what is not a size; a directory is checked when the model is offloaded.
     """
@@ -68,9 +71,10 @@ class Memory:
     host: int | str | None = None
     disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
     disk_size: int | str | None = None
+    disk_endurance: int | str | None = None
 
     def __post_init__(self) -> None:
-        for field in ("device", "host", "disk_size"):
+        for field in ("device", "host", "disk_size", "disk_endurance"):
             value = getattr(self, field)
             if value is not None:
                 try:

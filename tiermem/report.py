@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,6 +72,25 @@ class Report:
     engine: str | None
     kernels: str
     fallbacks: list[str]
+    disk_endurance_bytes: int | None = None
+    """Bytes that the drive is rated for, if ``Memory(disk_endurance=...)`` says so."""
+
+    @property
+    def bytes_written_per_step(self) -> float:
+        return self.bytes_written / max(1, self.steps)
+
+    def wear(self) -> str:
+        """Writes per step and, where the drive's rating is known, the share of its life used and how long it will
+        last."""
+        text = (
+            f"{format_bytes(self.bytes_written_per_step)} written per step, {format_bytes(self.bytes_written)} in all"
+        )
+        if self.disk_endurance_bytes and self.bytes_written:
+            used = 100 * self.bytes_written / self.disk_endurance_bytes
+            last = self.disk_endurance_bytes / self.bytes_written_per_step if self.steps else math.inf
+            rated = format_bytes(self.disk_endurance_bytes)
+            text += f": {used:.2g} % of its rated {rated}, which lasts {last:,.0f} steps"
+        return text
 
     def __str__(self) -> str:
         lines = [f"{'parameters in':<14}{'weights':>14}{'states':>14}{'gradients':>14}"]
@@ -86,6 +106,8 @@ class Report:
             f"disk: {format_bytes(self.bytes_read)} read, {format_bytes(self.bytes_written)} written "
             f"({self.engine or 'unused'})"
         )
+        if self.bytes_written:
+            lines.append(f"disk wear: {self.wear()}")
         lines.append(
             f"device: {format_bytes(self.bytes_copied_in)} copied in, {format_bytes(self.bytes_copied_out)} copied out"
         )

@@ -27,7 +27,7 @@ from tiermem.io import select
 from tiermem.io.engine import Engine
 from tiermem.kernels.cores import available_cores
 from tiermem.layout import PAGE_BYTES, Chunk, round_up
-from tiermem.memory import Budget, Memory, Region
+from tiermem.memory import Budget, Memory, Region, parse_bytes
 from tiermem.micro_batch import sums_bytes
 from tiermem.placement import BlockPlan, Placement, extent_class, place
 from tiermem.planes import TRAINABLE_CODES, Block, ChunkHome, Held, attach, detach, refuse_copy, specs_of
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 _INLINE_NUMEL = 1 << 16
 """Below this a kernel call is shorter than waking another thread."""
 _BLOCK_BYTES_MAX = 512 << 20
+_VERIFY_CORES = 8
+"""From here on checksums of disk extents cost under 3 % of a step (see Policy.verify_disk)."""
 
 
 class Runtime:
@@ -161,8 +163,15 @@ class Runtime:
         uses_disk = any(Tier.DISK in (p.home, p.states_home, p.gradients_home) for p in placement.blocks)
         if self.memory.directories and (uses_disk or placement.slab_count):
             self.engine = select(self.memory.directories, self.policy.io)
+            verify = self.policy.verify_disk
+            if verify is None:
+                verify = available_cores() >= _VERIFY_CORES
             self.store = Store(
-                self.memory.directories, self.engine, spare=max(2, placement.slab_count), timeline=self.timeline
+                self.memory.directories,
+                self.engine,
+                spare=max(2, placement.slab_count),
+                checksum=self.kernels.checksum if verify else None,
+                timeline=self.timeline,
             )
         pin = None if self.device.unified else self.device.pin
         if placement.slab_count:
@@ -612,6 +621,7 @@ class Runtime:
             self.engine.name if self.engine is not None else None,
             self.kernels.name,
             fallbacks,
+            parse_bytes(self.memory.disk_endurance) if self.memory.disk_endurance is not None else None,
         )
 
     # The end.

@@ -373,6 +373,8 @@ def _print_result(result: TrainResult, start: tiermem.Report, console: Console) 
     )
     table.add_row("disk per step", f"read {per_step('bytes_read')}, written {per_step('bytes_written')}")
     table.add_row("device per step", f"in {per_step('bytes_copied_in')}, out {per_step('bytes_copied_out')}")
+    if report.bytes_written:
+        table.add_row("disk wear", report.wear())
     table.add_row("engine, kernels", f"{report.engine or 'no disk'}, {report.kernels}")
     for fallback in report.fallbacks:
         table.add_row("fallback", escape(fallback))
