@@ -47,7 +47,7 @@ def test_all_in_host_where_it_fits() -> None:
 
 
 def test_weights_go_to_host_before_gradients_and_states() -> None:
-    # 10 blocks of 200 KB of weights, 400 KB for sums of gradients, 1 MB of states; room for the weights and half of the sums.
+    # 10 blocks of 200 KB of weights, 400 KB for sums of gradients, 1 MB of states; room for half of the sums.
     placement, _, _ = decide([100_000] * 10, host=4 * MIB + 4 * (16 * 4096 + 16384))
     assert {plan.home for plan in placement.blocks} == {Tier.HOST}
     assert {plan.gradients_home for plan in placement.blocks} == {Tier.HOST, Tier.DISK}

@@ -1,4 +1,4 @@
-"""The discipline of an accelerator without one: late copies, poisoned buffers, slots; the bits are those of the CPU device."""
+"""The discipline of an accelerator without one: late copies, poisoned buffers, slots. The bits are those of the CPU."""
 
 from __future__ import annotations
 

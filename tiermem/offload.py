@@ -312,10 +312,14 @@ def synchronize(module: nn.Module) -> None:
     _runtime_of(module).synchronize()
 
 
-def report(module: nn.Module) -> Report:
-    """What is where, bytes moved and time waited since ``offload``. Waits for what is in flight."""
+def report(module: nn.Module, *, wait: bool = True) -> Report:
+    """What is where, bytes moved and time waited since ``offload``.
+
+    wait: for what is in flight, so that everything is counted. ``False`` reads the counters as they are and disturbs
+    nothing.
+    """
     runtime = _runtime_of(module)
-    if runtime.error is None:
+    if wait and runtime.error is None:
         runtime.synchronize()
     return runtime.report()
 

@@ -364,8 +364,6 @@ class Runtime:
             block.gradients.layout = layout.gradient_plane(wide=False)
         if not block.gradients.direct:
             self.gradients.grow_slots(narrow)
-        for slot in self._slots.slots:
-            slot.forget(block)
 
     # Memory taken later.
 

@@ -27,7 +27,6 @@ from tiermem import checkpoint as checkpoints
 from tiermem import pretrained, text
 from tiermem.cache import cache_directory
 from tiermem.memory import format_bytes
-from tiermem.offload import _runtime_of
 from tiermem.process import peak_memory_bytes, return_freed_tensors
 
 LOSS_ROWS = 128
@@ -341,8 +340,8 @@ class _Monitor:
             )
 
     def _waited(self) -> dict[str, float]:
-        # tiermem.report would wait for the updates in flight, which are meant to run beside the next forward.
-        return dict(_runtime_of(self._model).report().seconds_waited)
+        # Without waiting for the updates in flight, which are meant to run beside the next forward.
+        return tiermem.report(self._model, wait=False).seconds_waited
 
 
 def _host_bytes(report: tiermem.Report, device: torch.device) -> int:
