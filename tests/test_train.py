@@ -90,8 +90,46 @@ def test_the_saved_model_is_the_one_that_was_evaluated(tmp_path: Path, model: Pa
 def test_an_untied_sharded_fp32_model_trains(tmp_path: Path) -> None:
     model = write_model(tmp_path / "sharded", tied=False, dtype=torch.float32, shards=True)
     assert len(list(model.glob("*.safetensors"))) > 1
-    result, _ = run(options(tmp_path, model, "disk", recompute=False))
+    result, _ = run(options(tmp_path, model, "disk"))
     assert result.loss_after < 0.7 * result.loss_before
+
+
+def test_recomputed_layers_give_the_same_losses_and_slices_nearly_so(tmp_path: Path, model: Path) -> None:
+    def losses(**choices: Any) -> list[float]:
+        policy = tiermem.Policy(weights="host", states="host", **choices)
+        return run(options(tmp_path, model, "host", steps=3, policy=policy))[0].losses
+
+    kept = losses()
+    assert losses(activations="recompute") == kept
+    assert losses(activations="disk", micro_batch=1) == pytest.approx(kept, rel=1e-2)
+
+
+@pytest.mark.parametrize("capped", [False, True])
+def test_the_loss_is_taken_in_the_heads_place_where_that_is_the_same(
+    capped: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    if capped:
+        plain = type(lm).forward
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = plain(self, *args, **kwargs)
+            output.logits = 3 * torch.tanh(output.logits / 3)
+            return output
+
+        monkeypatch.setattr(type(lm), "forward", forward)
+    inputs, targets = torch.randint(0, VOCABULARY, (2, 3, 20))
+    expected = F.cross_entropy(lm(input_ids=inputs).logits.flatten(0, 1), targets.flatten())
+    loss_of = train.Loss(lm, inputs[:1, :8])
+    found = loss_of(inputs, targets)
+    torch.testing.assert_close(found, expected)
+    weight = lm.get_input_embeddings().weight
+    gradients = [torch.autograd.grad(loss, weight)[0] for loss in (found, expected)]
+    torch.testing.assert_close(*gradients)
+    assert "forward" not in lm.lm_head.__dict__
+    assert (loss_of._head is None) == capped
 
 
 def test_loss_and_its_gradient_are_those_of_cross_entropy() -> None:

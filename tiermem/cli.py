@@ -37,6 +37,13 @@ class StatesHome(enum.StrEnum):
     disk = "disk"
 
 
+class Activations(enum.StrEnum):
+    keep = "keep"
+    recompute = "recompute"
+    host = "host"
+    disk = "disk"
+
+
 class Dtype(enum.StrEnum):
     auto = "auto"
     bfloat16 = "bfloat16"
@@ -76,7 +83,12 @@ def train(
     eval_batches: Annotated[int, typer.Option(min=1, help="Held-out batches, before and after training.")] = 8,
     seed: Annotated[int, typer.Option(help="Draws the held-out files and the order of the text.")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights; auto: the model's own.")] = Dtype.auto,
-    recompute: Annotated[bool, typer.Option(help="Recompute activations in backward instead of keeping them.")] = True,
+    activations: Annotated[
+        Activations, typer.Option(help="Keep all, or recompute layers in backward from inputs that rest there.")
+    ] = Activations.recompute,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences that a layer computes at a time. [default: the whole batch]")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="Where to compute. [default: the accelerator, else the CPU]")
     ] = None,
@@ -116,10 +128,14 @@ def train(
             eval_batches=eval_batches,
             seed=seed,
             dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
-            recompute=recompute,
             device=device,
             memory=tiermem.Memory(device=device_memory, host=host_memory, disk=disk or None, disk_size=disk_size),
-            policy=tiermem.Policy(weights=weights.value, states=states.value),
+            policy=tiermem.Policy(
+                weights=weights.value,
+                states=states.value,
+                activations=activations.value,
+                micro_batch=micro_batch,
+            ),
             save=save,
             trace=trace,
             trace_steps=trace_steps,

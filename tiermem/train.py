@@ -26,6 +26,7 @@ import tiermem
 from tiermem import checkpoint as checkpoints
 from tiermem import pretrained, text
 from tiermem.cache import cache_directory
+from tiermem.losses import linear_cross_entropy
 from tiermem.memory import format_bytes
 from tiermem.process import peak_memory_bytes, return_freed_tensors
 
@@ -55,7 +56,6 @@ class TrainOptions:
     eval_batches: int = 8
     seed: int = 0
     dtype: torch.dtype | None = None
-    recompute: bool = True
     device: str | None = None
     memory: tiermem.Memory = field(default_factory=tiermem.Memory)
     policy: tiermem.Policy = field(default_factory=tiermem.Policy)
@@ -123,19 +123,20 @@ def run(options: TrainOptions, console: Console) -> TrainResult:
 
     model = _build(options, directory, console)
     device = _compute_device(model, options)
-    before = _evaluate(model, held_out, options, device)
+    loss_of = Loss(model.eval(), _batch(held_out, [0], device)[0])
+    before = _evaluate(model, held_out, loss_of, options, device)
     console.print(f"held-out loss before: [bold]{before:.3f}[/] ({len(held_out)} sequences)")
 
     start_report, start = tiermem.report(model), time.perf_counter()
     with tiermem.trace(options.trace, steps=options.trace_steps) if options.trace else nullcontext():
-        losses = _train(model, training, options, device, console)
+        losses = _train(model, training, loss_of, options, device, console)
     if options.trace is not None:
         console.print(f"trace: open {options.trace} in https://ui.perfetto.dev, or: tiermem report {options.trace}")
     tiermem.synchronize(model)
     seconds = time.perf_counter() - start
     end_report = tiermem.report(model)
 
-    after = _evaluate(model, held_out, options, device)
+    after = _evaluate(model, held_out, loss_of, options, device)
     console.print(f"held-out loss after:  [bold]{after:.3f}[/]")
     account = Account(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -158,6 +159,61 @@ def run(options: TrainOptions, console: Console) -> TrainResult:
             pretrained.save(model, directory, options.save)
         console.print(f"saved to {options.save.absolute()}", markup=False)
     return result
+
+
+class Loss:
+    """Mean cross entropy in fp32 of a model's predictions of ``targets`` (batch, length).
+
+    Where the logits are the head's output as it comes, they are never there as a whole: the loss is taken in the
+    head's place, by ``tiermem.losses.linear_cross_entropy``. Where the model changes them (caps or scales), their fp32
+    copy exists for ``LOSS_ROWS`` tokens at a time.
+    """
+
+    def __init__(self, model: Any, inputs: torch.Tensor) -> None:
+        """Runs the model on ``inputs`` (batch, length), to see what it does with its head's output."""
+        self._model = model
+        self._head: torch.nn.Module | None = model.get_output_embeddings()
+        if self._head is None:
+            return
+        outputs: list[torch.Tensor] = []
+        handle = self._head.register_forward_hook(lambda module, args, output: outputs.append(output))
+        try:
+            with torch.no_grad():
+                logits = model(input_ids=inputs, use_cache=False).logits
+        finally:
+            handle.remove()
+        if len(outputs) != 1 or not torch.equal(outputs[0], logits):
+            self._head = None
+
+    def __call__(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self._head is None:
+            return next_token_loss(self._model(input_ids=inputs, use_cache=False).logits, targets)
+        with _loss_of_head(self._head, targets) as found:
+            self._model(input_ids=inputs, use_cache=False)
+        return found[0]
+
+
+@contextmanager
+def _loss_of_head(head: torch.nn.Module, targets: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """The next forward of ``head`` takes the loss of its logits and returns its input in their place."""
+    own = head.__dict__.get("forward")
+    found: list[torch.Tensor] = []
+
+    def restore() -> None:
+        head.__dict__.pop("forward", None)
+        if own is not None:
+            object.__setattr__(head, "forward", own)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        restore()
+        found.append(linear_cross_entropy(hidden, head, targets))
+        return hidden
+
+    object.__setattr__(head, "forward", forward)
+    try:
+        yield found
+    finally:
+        restore()
 
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -231,8 +287,6 @@ def _read_text(options: TrainOptions, directory: Path, console: Console) -> tupl
 def _build(options: TrainOptions, directory: Path, console: Console) -> Any:
     """The model of ``directory``, offloaded and filled from its files."""
     model = pretrained.build(directory, options.dtype)
-    if options.recompute:
-        _enable_recompute(model)
     model = tiermem.offload(model, memory=options.memory, policy=options.policy, device=options.device)
     with console.status("loading weights") as status:
         checkpoints.load(
@@ -243,33 +297,32 @@ def _build(options: TrainOptions, directory: Path, console: Console) -> Any:
     return model
 
 
-def _enable_recompute(model: Any) -> None:
-    # transformers renamed it in 5.24 and warns about the old name.
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable()
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
 def _batch(sequences: text.Sequences, indices: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, targets = sequences.batch(indices)
     return torch.from_numpy(inputs.copy()).to(device), torch.from_numpy(targets.copy()).to(device)
 
 
-def _evaluate(model: Any, sequences: text.Sequences, options: TrainOptions, device: torch.device) -> float:
+def _evaluate(
+    model: Any, sequences: text.Sequences, loss_of: Loss, options: TrainOptions, device: torch.device
+) -> float:
     model.eval()
     total, count = 0.0, 0
     with torch.no_grad():
         for start in range(0, len(sequences), options.batch_size):
             indices = list(range(start, min(start + options.batch_size, len(sequences))))
             inputs, targets = _batch(sequences, indices, device)
-            total += next_token_loss(model(input_ids=inputs, use_cache=False).logits, targets).item() * len(indices)
+            total += loss_of(inputs, targets).item() * len(indices)
             count += len(indices)
     return total / count
 
 
 def _train(
-    model: Any, sequences: text.Sequences, options: TrainOptions, device: torch.device, console: Console
+    model: Any,
+    sequences: text.Sequences,
+    loss_of: Loss,
+    options: TrainOptions,
+    device: torch.device,
+    console: Console,
 ) -> list[float]:
     model.train()
     warmup_steps = options.steps // 10 if options.warmup_steps is None else options.warmup_steps
@@ -284,7 +337,7 @@ def _train(
             step_loss = 0.0
             for _ in range(options.grad_accum):
                 inputs, targets = _batch(sequences, [next(order) for _ in range(options.batch_size)], device)
-                loss = next_token_loss(model(input_ids=inputs, use_cache=False).logits, targets) / options.grad_accum
+                loss = loss_of(inputs, targets) / options.grad_accum
                 loss.backward()
                 step_loss += loss.item()
             if options.clip:
