@@ -4,6 +4,7 @@ model = tiermem.offload(model, memory=tiermem.Memory(device="20GiB", host="64GiB
 optimizer = tiermem.AdamW(model.parameters(), lr=3e-4)
 """
 
+from tiermem import losses
 from tiermem.memory import Memory
 from tiermem.offload import close, gather, offload, report, synchronize
 from tiermem.optim import SGD, Adagrad, Adam, AdamW, Lion
@@ -24,6 +25,7 @@ __all__ = [
     "Tier",
     "close",
     "gather",
+    "losses",
     "offload",
     "report",
     "synchronize",
