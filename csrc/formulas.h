@@ -62,7 +62,7 @@ struct Adam {
 enum class Momentum { NONE, CLASSIC, NESTEROV };
 
 // Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum in deep learning", with the
-// operations of torch.optim.SGD. beta1 is the momentum (0 in the first step, whose buffer is the gradient),
+// operations of torch.optim.SGD: the same bits. beta1 is the momentum (0 in the first step, whose buffer is the gradient),
 // one_minus_beta1 is 1 - dampening (1 in the first step), beta2 is the momentum that Nesterov's look ahead takes.
 template <bool l2, Momentum momentum>
 struct Sgd {
@@ -111,8 +111,9 @@ struct Lion {
     float decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size;
 };
 
-// Duchi, Hazan and Singer, "Adaptive subgradient methods", with the operations of torch.optim.Adagrad. initial_sum is
-// what the sum starts from in the first step, 0 later; step_size is the learning rate decayed to this step.
+// Duchi, Hazan and Singer, "Adaptive subgradient methods", with the operations of torch.optim.Adagrad(fused=True): the
+// same bits. initial_sum is what the sum starts from in the first step, 0 later; step_size is the learning rate decayed
+// to this step.
 template <bool l2>
 struct Adagrad {
     static constexpr int moments = 1;

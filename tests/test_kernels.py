@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -542,6 +542,65 @@ def test_the_bits_are_those_of_torch_fused(
         ):
             assert_same_bits(actual[:whole], expected.numpy()[:whole])
             np.testing.assert_allclose(actual[whole:], expected.numpy()[whole:], rtol=1e-5)
+
+
+SMALL: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("scalars", "build"),
+    [
+        (
+            Scalars(formula=AMSGRADW, betas=(0.9, 0.9), **SMALL),
+            lambda p: torch.optim.AdamW(p, betas=(0.9, 0.9), amsgrad=True, fused=True, **SMALL),
+        ),
+        (
+            Scalars(formula=AMSGRAD, betas=(0.9, 0.9), maximize=True, **SMALL),
+            lambda p: torch.optim.Adam(p, betas=(0.9, 0.9), amsgrad=True, maximize=True, fused=True, **SMALL),
+        ),
+        (Scalars(formula=SGD, **SMALL), lambda p: torch.optim.SGD(p, fused=True, **SMALL)),
+        (Scalars(formula=SGD, **SMALL), lambda p: torch.optim.SGD(p, foreach=False, **SMALL)),
+        (
+            Scalars(formula=SGD_MOMENTUM, maximize=True, **SMALL),
+            lambda p: torch.optim.SGD(p, momentum=0.9, maximize=True, foreach=False, **SMALL),
+        ),
+        (
+            Scalars(formula=SGD_NESTEROV, **SMALL),
+            lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True, foreach=False, **SMALL),
+        ),
+        (
+            Scalars(formula=ADAGRAD, eps=1e-10, **SMALL),
+            lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.0625, fused=True, **SMALL),
+        ),
+    ],
+)
+def test_other_formulas_have_torchs_bits(
+    implementation: kernels.Kernels, scalars: Scalars, build: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    numel = 1008
+    random = np.random.default_rng(1)
+    master = random.standard_normal(numel, np.float32)
+    zeros = [np.zeros_like(master) for _ in NON_NEGATIVE[scalars.formula]]
+    planes = Planes.of(master, zeros, master, is_split=False)
+    parameter = torch.nn.Parameter(torch.from_numpy(master.copy()))
+    optimizer = build([parameter])
+    for step in range(1, 41):
+        planes.grad = random.standard_normal(numel, np.float32)
+        tasks = (UpdateTask * 1)()
+        planes.fill(tasks[0])
+        scalars_now = replace(scalars, step=step)
+        scalars_now.fill(tasks[0])
+        tasks[0].initial_sum = 0.0625 if step == 1 else 0.0
+        if SGD <= scalars.formula <= SGD_NESTEROV:
+            tasks[0].beta1, tasks[0].one_minus_beta1, tasks[0].beta2 = (0.0, 1.0, 0.9) if step == 1 else (0.9, 1.0, 0.9)
+        implementation.update(tasks, 1, 1)
+        parameter.grad = torch.from_numpy(planes.grad.copy())
+        optimizer.step()
+        assert_same_bits(planes.weight, parameter.detach().numpy(), f"step {step}")
+    names = [name for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
+             if isinstance(optimizer.state[parameter].get(name), torch.Tensor)]  # fmt: skip
+    for moment, name in zip(planes.moments, names, strict=True):
+        assert_same_bits(moment, optimizer.state[parameter][name].numpy(), name)
 
 
 def step_in_float64(master: np.ndarray, m: np.ndarray, v: np.ndarray, g: np.ndarray, scalars: Scalars) -> np.ndarray:

@@ -52,7 +52,8 @@ def write(
     scales[scales < (2.0**-76 if non_negative else 2.0**-108)] = 0
     _scales(state, chunk, segment, moment).copy_(scales)
     digits = (256 if non_negative else 127) * 256
-    to_digits = torch.where(scales > 0, digits / scales, torch.zeros(())).unsqueeze(1)
+    finite = scales.nan_to_num(largest)
+    to_digits = torch.where(finite > 0, digits / finite, torch.zeros(())).unsqueeze(1)
     parts = (blocks.nan_to_num(0, largest, -largest) * to_digits).round()
     if non_negative:
         parts = (parts - 256).clamp(min=0)
