@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from tiermem.layout import MOMENT_FORMATS, Chunk, Segment
@@ -44,7 +45,8 @@ def write(
     if not chunk.format.block_numel:
         target.copy_(values)
         return
-    roots = values.sqrt() if non_negative else values
+    # torch's square root is not always the nearest number, on which the way back rests.
+    roots = torch.from_numpy(np.sqrt(values.numpy())) if non_negative else values
     padding = -segment.numel % chunk.format.block_numel
     blocks = torch.nn.functional.pad(roots, (0, padding)).view(-1, chunk.format.block_numel)
     largest = _LARGEST_ROOT if non_negative else _LARGEST
