@@ -30,6 +30,14 @@ SIZES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 4,
         "vocab_size": 32000,
     },
+    "10M": {  # small beside the activations of its batches
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 8192,
+    },
     "tiny": {  # to try the scripts themselves
         "hidden_size": 64,
         "intermediate_size": 172,

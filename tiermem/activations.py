@@ -1,8 +1,8 @@
 """Activation handling: what a layer keeps between its forward and its backward (``Policy(activations=...)``), and how
 much of the batch it computes at a time (``Policy(micro_batch=...)``).
 
-layer      a block whose root was found in a container or is named by ``Policy.blocks``; not embeddings, heads and other
-           leftovers. Of nested ones the outermost counts.
+layer      a block whose root was found in a container or is named by ``Policy.blocks``, and a norm after the last one;
+           not embeddings, heads and other leftovers. Of nested ones the outermost counts.
 
 A layer's ``forward`` is replaced on the instance: ``__call__``, and with it every hook, stays outside of what is run
 again. So a layer's weights are gathered once for its forward and once for its backward, before it is run again, however

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 SMALL_BYTES = 256 * 1024
 """A leftover module with fewer bytes of parameters than this is not worth a transfer of its own."""
@@ -36,7 +37,8 @@ class BlockSpec:
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     resident: bool = False
     layer: bool = False
-    """Found in a container, or named by ``Policy.blocks``."""
+    """Found in a container, or named by ``Policy.blocks``; or the norm that follows the last of those, which would keep
+    fp32 copies of the whole batch."""
 
     @property
     def nbytes(self) -> int:
@@ -78,12 +80,20 @@ def find_blocks(
     for name, part in module.named_modules():  # what stands directly in modules too large for one block
         add(name, part, [(name, part)])
 
+    for spec in specs[named_count:]:
+        spec.layer = named_count > 0 and _is_norm(spec.root)
     for spec in sorted(specs[named_count:], key=lambda spec: spec.nbytes):
         if spec.nbytes <= min(SMALL_BYTES, resident_bytes):
             resident_bytes -= spec.nbytes
             spec.resident = True
     position = {id(part): index for index, part in enumerate(module.modules())}
     return sorted(specs, key=lambda spec: position[id(spec.root)])
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """A layer norm or the like, of any class; not one that computes over the batch."""
+    leaf = next(module.children(), None) is None
+    return leaf and not isinstance(module, _NormBase) and all(p.dim() == 1 for p in module.parameters())
 
 
 def _named_roots(module: nn.Module, blocks: Sequence[Any]) -> list[tuple[str, nn.Module]]:
