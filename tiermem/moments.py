@@ -46,7 +46,8 @@ def write(
         target.copy_(values)
         return
     # torch's square root is not always the nearest number, on which the way back rests.
-    roots = torch.from_numpy(np.sqrt(values.numpy())) if non_negative else values
+    with np.errstate(invalid="ignore"):
+        roots = torch.from_numpy(np.sqrt(values.numpy())) if non_negative else values
     padding = -segment.numel % chunk.format.block_numel
     blocks = torch.nn.functional.pad(roots, (0, padding)).view(-1, chunk.format.block_numel)
     largest = _LARGEST_ROOT if non_negative else _LARGEST

@@ -29,6 +29,7 @@ from tiermem.kernels.abi import (
     BF16,
     BLOCK_NUMEL,
     F32,
+    INT8,
     LANES,
     LION,
     MOMENTS_MAX,
@@ -202,11 +203,83 @@ def _magnitude(typing: Any, value: Any) -> Any:
 
 
 @_intrinsic
+def _is_nan(typing: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.zext(builder.fcmp_unordered("uno", arguments[0], arguments[0]), ir.IntType(32))
+
+    return types.int32(types.float32), generate
+
+
+@_intrinsic
+def _or(typing: Any, a: Any, b: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.or_(*arguments)
+
+    return types.int32(types.int32, types.int32), generate
+
+
+@_intrinsic
 def _from_bits(typing: Any, bits: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return types.float32(types.int32), generate
+
+
+def _load(scalar: Any) -> Any:
+    """load(address, i): element i. Loops over addresses have no arrays, whose references numba would count."""
+
+    @_intrinsic
+    def load(typing: Any, address: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            base = builder.inttoptr(arguments[0], context.get_value_type(scalar).as_pointer())
+            return builder.load(builder.gep(base, [arguments[1]]), align=scalar.bitwidth // 8)
+
+        return scalar(types.uint64, types.int64), generate
+
+    return load
+
+
+def _store(scalar: Any) -> Any:
+    """store(address, i, value)"""
+
+    @_intrinsic
+    def store(typing: Any, address: Any, index: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            base = builder.inttoptr(arguments[0], context.get_value_type(scalar).as_pointer())
+            builder.store(arguments[2], builder.gep(base, [arguments[1]]), align=scalar.bitwidth // 8)
+            return context.get_dummy_value()
+
+        return types.none(types.uint64, types.int64, scalar), generate
+
+    return store
+
+
+@_intrinsic
+def _prefetch_line(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        word = ir.IntType(32)
+        pointer = builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+        name = "llvm.prefetch.p0"
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        builder.call(function, [pointer, word(1), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.none(types.uint64), generate
+
+
+@_compiled
+def _prefetch(address: Any, nbytes: int) -> None:
+    """Ask for memory that is needed soon; what lies past the end of a plane does no harm."""
+    for line in range(0, nbytes, 64):
+        _prefetch_line(address + np.uint64(line))
+
+
+_load_f32, _load_u32, _load_u8, _load_i8 = (
+    _load(scalar) for scalar in (types.float32, types.uint32, types.uint8, types.int8)
+)
+_store_f32, _store_u8 = _store(types.float32), _store(types.uint8)
 
 
 @_compiled
@@ -238,9 +311,9 @@ def _split_halves(master: Any, weight: Any, residual: Any) -> None:
 
 
 @_compiled
-def _mean_and_square(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any) -> None:
-    """Adam up to its moments; csrc/formulas.h has the formulas in one piece, with their sources."""
-    decoupled = task.formula in (ADAMW, AMSGRADW)
+def _adam(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any) -> None:
+    """csrc/formulas.h has all formulas with their sources; it says what `roots` are."""
+    decoupled = task.formula == ADAMW
     l2 = not decoupled and task.weight_decay != 0
     decay = task.decay if decoupled else np.float32(1.0)
     weight_decay = task.weight_decay
@@ -248,6 +321,48 @@ def _mean_and_square(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq
     towards_grad = task.one_minus_beta1 - np.float32(1.0) if from_end else task.one_minus_beta1
     beta2 = task.beta2
     one_minus_beta2 = task.one_minus_beta2
+    step_size = task.step_size
+    bias_correction2_sqrt = task.bias_correction2_sqrt
+    eps = task.eps
+    roots = task.moment_dtype == INT8
+    nans = np.int32(0)
+    for i in range(params.size):
+        p = params[i]
+        g = grad[i]
+        m = exp_avg[i]
+        v = exp_avg_sq[i]
+        g = _multiply_add(weight_decay, p, g) if l2 else g
+        p = p * decay
+        m = _multiply_add(towards_grad, g - m, g if from_end else m)
+        v = _multiply_add(one_minus_beta2 * g, g, v * beta2)
+        root = np.sqrt(v)
+        p = p - step_size * m / (root / bias_correction2_sqrt + eps)
+        params[i] = p
+        exp_avg[i] = m
+        exp_avg_sq[i] = root if roots else v
+        nans = _or(nans, _is_nan(p))
+    if nans != 0:
+        for i in range(params.size):
+            params[i] = _one_nan(params[i])
+            exp_avg[i] = _one_nan(exp_avg[i])
+            exp_avg_sq[i] = _one_nan(exp_avg_sq[i])
+
+
+@_compiled
+def _amsgrad(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, max_exp_avg_sq: Any) -> None:
+    """In three loops: LLVM would not vectorise one over so many arrays."""
+    decoupled = task.formula == AMSGRADW
+    l2 = not decoupled and task.weight_decay != 0
+    decay = task.decay if decoupled else np.float32(1.0)
+    weight_decay = task.weight_decay
+    from_end = task.one_minus_beta1 >= np.float32(0.5)
+    towards_grad = task.one_minus_beta1 - np.float32(1.0) if from_end else task.one_minus_beta1
+    beta2 = task.beta2
+    one_minus_beta2 = task.one_minus_beta2
+    step_size = task.step_size
+    bias_correction2_sqrt = task.bias_correction2_sqrt
+    eps = task.eps
+    roots = task.moment_dtype == INT8
     for i in range(params.size):
         p = params[i]
         g = grad[i]
@@ -256,21 +371,18 @@ def _mean_and_square(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq
         params[i] = p * decay
         exp_avg[i] = _multiply_add(towards_grad, g - m, g if from_end else m)
         exp_avg_sq[i] = _multiply_add(one_minus_beta2 * g, g, exp_avg_sq[i] * beta2)
-
-
-@_compiled
-def _maximum(values: Any, maxima: Any) -> None:
-    for i in range(values.size):
-        maxima[i] = maxima[i] if maxima[i] >= values[i] else values[i]
-
-
-@_compiled
-def _adam(task: Any, params: Any, exp_avg: Any, exp_avg_sq: Any) -> None:
-    step_size = task.step_size
-    bias_correction2_sqrt = task.bias_correction2_sqrt
-    eps = task.eps
     for i in range(params.size):
-        params[i] = params[i] - step_size * exp_avg[i] / (np.sqrt(exp_avg_sq[i]) / bias_correction2_sqrt + eps)
+        v = exp_avg_sq[i]
+        v_max = max_exp_avg_sq[i] if max_exp_avg_sq[i] >= v else v
+        max_exp_avg_sq[i] = v_max
+        exp_avg_sq[i] = _one_nan(np.sqrt(v) if roots else v)
+    for i in range(params.size):
+        m = exp_avg[i]
+        v_max = max_exp_avg_sq[i]
+        root = np.sqrt(v_max)
+        params[i] = _one_nan(params[i] - step_size * m / (root / bias_correction2_sqrt + eps))
+        exp_avg[i] = _one_nan(m)
+        max_exp_avg_sq[i] = _one_nan(root if roots else v_max)
 
 
 @_compiled
@@ -281,7 +393,7 @@ def _sgd(task: Any, params: Any, grad: Any) -> None:
         p = params[i]
         g = grad[i]
         g = _multiply_add(weight_decay, p, g) if weight_decay != 0 else g
-        params[i] = _multiply_add(-step_size, g, p)
+        params[i] = _one_nan(_multiply_add(-step_size, g, p))
 
 
 @_compiled
@@ -297,9 +409,9 @@ def _sgd_momentum(task: Any, params: Any, grad: Any, buffers: Any) -> None:
         g = grad[i]
         g = _multiply_add(weight_decay, p, g) if weight_decay != 0 else g
         buffer = _multiply_add(take, g, buffers[i] * keep)
-        buffers[i] = buffer
+        buffers[i] = _one_nan(buffer)
         g = _multiply_add(look_ahead, buffer, g) if nesterov else buffer
-        params[i] = _multiply_add(-step_size, g, p)
+        params[i] = _one_nan(_multiply_add(-step_size, g, p))
 
 
 @_compiled
@@ -316,8 +428,8 @@ def _lion(task: Any, params: Any, grad: Any, exp_avg: Any) -> None:
         direction = _multiply_add(one_minus_beta1, g, m * beta1)
         below = np.float32(-1.0) if direction < 0 else direction
         sign = np.float32(1.0) if direction > 0 else below
-        params[i] = params[i] * decay - step_size * sign
-        exp_avg[i] = _multiply_add(one_minus_beta2, g, m * beta2)
+        params[i] = _one_nan(params[i] * decay - step_size * sign)
+        exp_avg[i] = _one_nan(_multiply_add(one_minus_beta2, g, m * beta2))
 
 
 @_compiled
@@ -326,24 +438,23 @@ def _adagrad(task: Any, params: Any, grad: Any, sums: Any) -> None:
     step_size = task.step_size
     eps = task.eps
     initial_sum = task.initial_sum
+    roots = task.moment_dtype == INT8
     for i in range(params.size):
         p = params[i]
         g = grad[i]
         g = _multiply_add(weight_decay, p, g) if weight_decay != 0 else g
         total = _multiply_add(g, g, sums[i] + initial_sum)
-        sums[i] = total
-        params[i] = p - step_size * g / (np.sqrt(total) + eps)
+        root = np.sqrt(total)
+        sums[i] = _one_nan(root if roots else total)
+        params[i] = _one_nan(p - step_size * g / (root + eps))
 
 
 @_compiled
 def _step(task: Any, params: Any, grad: Any, moments: Any) -> None:
-    if task.formula <= AMSGRAD:
-        _mean_and_square(task, params, grad, moments[0], moments[1])
-        if task.formula >= AMSGRADW:
-            _maximum(moments[1], moments[2])
-            _adam(task, params, moments[0], moments[2])
-        else:
-            _adam(task, params, moments[0], moments[1])
+    if task.formula <= ADAM:
+        _adam(task, params, grad, moments[0], moments[1])
+    elif task.formula <= AMSGRAD:
+        _amsgrad(task, params, grad, moments[0], moments[1], moments[2])
     elif task.formula == SGD:
         _sgd(task, params, grad)
     elif task.formula <= SGD_NESTEROV:
@@ -352,12 +463,6 @@ def _step(task: Any, params: Any, grad: Any, moments: Any) -> None:
         _lion(task, params, grad, moments[0])
     else:
         _adagrad(task, params, grad, moments[0])
-
-
-@_compiled
-def _canonicalise(values: Any) -> None:
-    for i in range(values.size):
-        values[i] = _one_nan(values[i])
 
 
 # ---- moments that take less than fp32; csrc/moments.h says how
@@ -382,74 +487,78 @@ def _encode_bf16(values: Any, noise: Any, shift: Any, codes: Any) -> None:
 
 
 @_compiled
-def _decode_signed(codes: Any, scale: Any, values: Any) -> None:
-    for i in range(values.size):
-        values[i] = np.float32(codes[i]) * np.float32(1.0 / 127.0) * scale
+def _decode_signed(codes: Any, scale: Any, values: Any, numel: int) -> None:
+    for i in range(numel):
+        _store_f32(values, i, np.float32(_load_i8(codes, i)) * np.float32(1.0 / 127.0) * scale)
 
 
 @_compiled
-def _decode_root(codes: Any, scale: Any, values: Any) -> None:
+def _decode_root(codes: Any, scale: Any, values: Any, numel: int) -> None:
     unit = scale * np.float32(1.0 / 256.0)
-    for i in range(values.size):
-        root = (np.float32(codes[i]) + np.float32(1.0)) * unit
-        values[i] = root * root
+    for i in range(numel):
+        root = (np.float32(_load_u8(codes, i)) + np.float32(1.0)) * unit
+        _store_f32(values, i, root * root)
 
 
 @_compiled
-def _take_roots(values: Any) -> None:
-    for i in range(values.size):
-        values[i] = np.sqrt(values[i])
-
-
-@_compiled
-def _largest_magnitude(values: Any) -> Any:
+def _largest_magnitude(values: Any, numel: int) -> Any:
     magnitude = np.int32(0)
-    for i in range(values.size):
-        bits = _magnitude(values[i])
+    for i in range(numel):
+        bits = _magnitude(_load_f32(values, i))
         magnitude = bits if bits > magnitude else magnitude
-    return magnitude
+    return _from_bits(magnitude)
 
 
 @_compiled
-def _clamp(largest: Any, values: Any) -> None:
-    for i in range(values.size):
-        value = values[i]
+def _clamp(largest: Any, values: Any, numel: int) -> None:
+    for i in range(numel):
+        value = _load_f32(values, i)
         if value > largest:
-            values[i] = largest
+            _store_f32(values, i, largest)
         elif value < -largest:
-            values[i] = -largest
+            _store_f32(values, i, -largest)
         elif value != value:
-            values[i] = np.float32(0.0)
+            _store_f32(values, i, np.float32(0.0))
 
 
 @_compiled
 def _encode_block(
-    values: Any, noise: Any, shift: Any, codes: Any, smallest: Any, largest: Any, digits: Any, offset: Any, least: Any
+    values: Any,
+    noise: Any,
+    shift: Any,
+    codes: Any,
+    numel: int,
+    smallest: Any,
+    largest: Any,
+    digits: Any,
+    offset: Any,
+    least: Any,
 ) -> Any:
     """The scale."""
-    maximum = _from_bits(_largest_magnitude(values))
+    maximum = _largest_magnitude(values, numel)
     scale = maximum
     if not maximum < largest:
         scale = largest if maximum == maximum else maximum
         maximum = largest
-        _clamp(largest, values)
+        _clamp(largest, values, numel)
     if maximum < smallest:
         scale = np.float32(0.0)
     to_digits = np.float32(0.0) if maximum < smallest else digits / maximum
-    for i in range(values.size):
-        digit = values[i] * to_digits + offset
+    for i in range(numel):
+        digit = _load_f32(values, i) * to_digits + offset
         digit = digit if digit > least else least
-        codes[i] = _second_byte(digit, noise[i], shift)
+        _store_u8(codes, i, _second_byte(digit, _load_u32(noise, i), shift))
     return scale
 
 
 @_compiled
-def _encode_signed(values: Any, noise: Any, shift: Any, codes: Any) -> Any:
+def _encode_signed(values: Any, noise: Any, shift: Any, codes: Any, numel: int) -> Any:
     return _encode_block(
         values,
         noise,
         shift,
         codes,
+        numel,
         np.float32(2.0**-108),
         np.float32(3.4028234663852886e38),
         np.float32(127.0 * 256.0),
@@ -459,12 +568,13 @@ def _encode_signed(values: Any, noise: Any, shift: Any, codes: Any) -> Any:
 
 
 @_compiled
-def _encode_root(values: Any, noise: Any, shift: Any, codes: Any) -> Any:
+def _encode_root(values: Any, noise: Any, shift: Any, codes: Any, numel: int) -> Any:
     return _encode_block(
         values,
         noise,
         shift,
         codes,
+        numel,
         np.float32(2.0**-76),
         np.float32(1.8446742974197924e19),
         np.float32(256.0 * 256.0),
@@ -474,43 +584,47 @@ def _encode_root(values: Any, noise: Any, shift: Any, codes: Any) -> Any:
 
 
 @_compiled
-def _decode(task: Any, moment: int, start: int, values: Any) -> None:
+def _decode(task: Any, moment: int, start: int, values_at: Any, numel: int) -> None:
     codes_at = task.moments[moment]
     if task.moment_dtype == BF16:
-        _convert(carray(_pointer(codes_at + np.uint64(2 * start)), values.size, np.uint16), values)
+        codes = carray(_pointer(codes_at + np.uint64(2 * start)), numel, np.uint16)
+        _convert(codes, carray(_pointer(values_at), numel, np.float32))
         return
+    codes_at += np.uint64(start)
     scales_at = task.scales[moment] + np.uint64(4 * (start // BLOCK_NUMEL))
-    scales = carray(_pointer(scales_at), -(-values.size // BLOCK_NUMEL), np.float32)
     non_negative = _is_non_negative(task.formula, moment)
-    for block in range(scales.size):
-        part = values[block * BLOCK_NUMEL : (block + 1) * BLOCK_NUMEL]
-        codes = codes_at + np.uint64(start + block * BLOCK_NUMEL)
+    for block in range(-(-numel // BLOCK_NUMEL)):
+        first = block * BLOCK_NUMEL
+        size = min(BLOCK_NUMEL, numel - first)
+        values = values_at + np.uint64(4 * first)
+        scale = _load_f32(scales_at, block)
         if non_negative:
-            _decode_root(carray(_pointer(codes), part.size, np.uint8), scales[block], part)
+            _decode_root(codes_at + np.uint64(first), scale, values, size)
         else:
-            _decode_signed(carray(_pointer(codes), part.size, np.int8), scales[block], part)
+            _decode_signed(codes_at + np.uint64(first), scale, values, size)
 
 
 @_compiled
-def _encode(task: Any, moment: int, start: int, values: Any, noise: Any) -> None:
+def _encode(task: Any, moment: int, start: int, values_at: Any, noise_at: Any, numel: int) -> None:
     codes_at = task.moments[moment]
     shift = np.uint32(moment % 2 * 16)
     if task.moment_dtype == BF16:
-        _encode_bf16(values, noise, shift, carray(_pointer(codes_at + np.uint64(2 * start)), values.size, np.uint16))
+        codes = carray(_pointer(codes_at + np.uint64(2 * start)), numel, np.uint16)
+        noise = carray(_pointer(noise_at), numel, np.uint32)
+        _encode_bf16(carray(_pointer(values_at), numel, np.float32), noise, shift, codes)
         return
+    codes_at += np.uint64(start)
     scales_at = task.scales[moment] + np.uint64(4 * (start // BLOCK_NUMEL))
-    scales = carray(_pointer(scales_at), -(-values.size // BLOCK_NUMEL), np.float32)
     non_negative = _is_non_negative(task.formula, moment)
-    if non_negative:
-        _take_roots(values)
-    for block in range(scales.size):
-        inside = slice(block * BLOCK_NUMEL, (block + 1) * BLOCK_NUMEL)
-        part = values[inside]
-        codes = carray(_pointer(codes_at + np.uint64(start + block * BLOCK_NUMEL)), part.size, np.uint8)
+    for block in range(-(-numel // BLOCK_NUMEL)):
+        first = block * BLOCK_NUMEL
+        size = min(BLOCK_NUMEL, numel - first)
+        values, words = values_at + np.uint64(4 * first), noise_at + np.uint64(4 * first)
         if non_negative:
-            scales[block] = _encode_root(part, noise[inside], shift, codes)
+            scale = _encode_root(values, words, shift, codes_at + np.uint64(first), size)
         else:
-            scales[block] = _encode_signed(part, noise[inside], shift, codes)
+            scale = _encode_signed(values, words, shift, codes_at + np.uint64(first), size)
+        _store_f32(scales_at, block, scale)
 
 
 @_compiled
@@ -569,8 +683,9 @@ def _total(sums: Any) -> float:
 def _update(tasks: Any, first: int, last: int) -> None:
     masters = np.empty(TILE_NUMEL, np.float32)
     grads = np.empty(TILE_NUMEL, np.float32)
-    scratch = np.empty((MOMENTS_MAX, TILE_NUMEL), np.float32)
-    noises = np.empty(TILE_NUMEL, np.uint32)
+    scratch = np.empty((MOMENTS_MAX + 1) * TILE_NUMEL, np.float32)
+    scratch_at = np.uint64(scratch.ctypes.data)
+    noise_at = scratch_at + np.uint64(4 * MOMENTS_MAX * TILE_NUMEL)
     unit = 0
     for index in range(tasks.size):
         task = tasks[index]
@@ -578,8 +693,10 @@ def _update(tasks: Any, first: int, last: int) -> None:
         end = min((last - unit) * UNIT_NUMEL, task.numel)
         unit += (task.numel + UNIT_NUMEL - 1) // UNIT_NUMEL
         count = _moment_count(task.formula)
+        exact = task.moment_dtype == F32 or count == 0
         for start in range(begin, end, TILE_NUMEL):
             numel = min(TILE_NUMEL, end - start)
+            later = start + TILE_NUMEL
             grad = grads[:numel]
             if task.grad_dtype == BF16:
                 source = carray(_pointer(task.grad + np.uint64(2 * start)), numel, np.uint16)
@@ -587,17 +704,20 @@ def _update(tasks: Any, first: int, last: int) -> None:
             else:
                 source_f32 = carray(_pointer(task.grad + np.uint64(4 * start)), numel, np.float32)
                 _widen_scaled(source_f32, task.grad_scale, grad)
-            moments = (scratch[0, :numel], scratch[1, :numel], scratch[2, :numel])
-            if task.moment_dtype == F32:
-                # What a formula does not have may point anywhere: it is not read.
-                moments = (
-                    carray(_pointer(task.moments[0] + np.uint64(4 * start)), numel, np.float32),
-                    carray(_pointer(task.moments[1] + np.uint64(4 * start)), numel, np.float32),
-                    carray(_pointer(task.moments[2] + np.uint64(4 * start)), numel, np.float32),
-                )
-            else:
+            # What a formula does not have may point anywhere: it is not read.
+            moments = (
+                carray(_pointer(_moment_at(task, 0, start, exact, scratch_at)), numel, np.float32),
+                carray(_pointer(_moment_at(task, 1, start, exact, scratch_at)), numel, np.float32),
+                carray(_pointer(_moment_at(task, 2, start, exact, scratch_at)), numel, np.float32),
+            )
+            if not exact:
+                # The loops over a tile leave memory idle, and the hardware does not see far. (With fp32 moments it does as
+                # well as it can.)
+                _prefetch(task.weight + np.uint64(2 * later), 2 * TILE_NUMEL)
                 for moment in range(count):
-                    _decode(task, moment, start, moments[moment])
+                    size = 2 if task.moment_dtype == BF16 else 1
+                    _prefetch(task.moments[moment] + np.uint64(size * later), size * TILE_NUMEL)
+                    _decode(task, moment, start, scratch_at + np.uint64(4 * moment * TILE_NUMEL), numel)
             if task.weight_dtype == BF16:
                 weight = carray(_pointer(task.weight + np.uint64(2 * start)), numel, np.uint16)
                 residual = carray(_pointer(task.residual + np.uint64(2 * start)), numel, np.uint16)
@@ -608,16 +728,23 @@ def _update(tasks: Any, first: int, last: int) -> None:
             else:
                 master = carray(_pointer(task.weight + np.uint64(4 * start)), numel, np.float32)
                 _step(task, master, grad, moments)
-                _canonicalise(master)
-            for moment in range(count):
-                _canonicalise(moments[moment])
-            if task.moment_dtype != F32 and count > 0:
-                noise = noises[:numel]
+            if not exact:
+                _prefetch(task.residual + np.uint64(2 * later), 2 * TILE_NUMEL)
+                noise = carray(_pointer(noise_at), numel, np.uint32)
                 _make_noise(task.noise + np.uint32(start), noise)
+                _prefetch(task.grad + np.uint64(2 * later), 2 * TILE_NUMEL)
                 for moment in range(count):
                     if moment == 2:  # a maximum has no mean that chance would keep
                         _fill(np.uint32(HALF_BF16 if task.moment_dtype == BF16 else HALF_INT8), noise)
-                    _encode(task, moment, start, moments[moment], noise)
+                    _encode(task, moment, start, scratch_at + np.uint64(4 * moment * TILE_NUMEL), noise_at, numel)
+    scratch[0] = 0  # it lives until here: the addresses do not keep it
+
+
+@_compiled
+def _moment_at(task: Any, moment: int, start: int, exact: bool, scratch_at: Any) -> Any:
+    if exact:
+        return task.moments[moment] + np.uint64(4 * start)
+    return scratch_at + np.uint64(4 * moment * TILE_NUMEL)
 
 
 @_compiled
