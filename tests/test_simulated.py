@@ -11,7 +11,7 @@ from reference import Outcome, Placement, Plain, Tiered, assert_same_bits, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tiermem.device import POISON_BYTE, SimulatedDevice
+from tiermem.simulated import POISON_BYTE, SimulatedDevice
 
 
 class Simulated(Tiered):

@@ -21,9 +21,10 @@ import tiermem
 from tiermem import analysis, timeline
 from tiermem.analysis import ModelTrace, Piece, Step, analyse, best_rate, blame, load, typical, union_seconds
 from tiermem.cli import app
-from tiermem.device import Device, SimulatedDevice
+from tiermem.device import Device
 from tiermem.io.profile import Profile
 from tiermem.offload import _runtime_of
+from tiermem.simulated import SimulatedDevice
 from tiermem.timeline import COPY_IN, COPY_OUT, CPU, DEVICE, DISK_READ, DISK_WRITE, MAIN, Timeline
 
 WIDTH = 33

@@ -6,16 +6,11 @@ wait for one.
 
 ``CpuDevice``        device memory is host memory: copies happen at once, events are always done.
 ``CudaDevice``       CUDA streams and events; host memory is page-locked with cudaHostRegister.
-``SimulatedDevice``  the discipline of an accelerator without one: "device memory" is memory of its own, copies run
-                     late, in threads, into buffers that hold poison until then. The same runtime code that drives
-                     CUDA is tested for missing waits.
+simulated.py has two more that run on a CPU, to test for missing waits and to measure schedules.
 """
 
 from __future__ import annotations
 
-import queue
-import random
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -26,9 +21,6 @@ import torch
 
 from tiermem.memory import Region, free_host_bytes
 from tiermem.timeline import Moment, Span
-
-POISON_BYTE = 0xFF
-"""Every floating-point dtype reads this as NaN."""
 
 
 class Event(Protocol):
@@ -71,6 +63,10 @@ class Device(ABC):
     ) -> Event:
         """Start a copy device to host, not before ``after``."""
 
+    def copy_within(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Device to device, on the compute stream."""
+        target.copy_(source)
+
     @abstractmethod
     def mark(self) -> Event:
         """The point which the compute stream has been given work up to."""
@@ -104,7 +100,7 @@ def _nothing() -> None:
     pass
 
 
-def _timed(span: Span | None, work: Callable[[], object]) -> None:
+def run_timed(span: Span | None, work: Callable[[], object]) -> None:
     if span is not None:
         span.begin(time.perf_counter())
     work()
@@ -127,7 +123,7 @@ class CpuDevice(Device):
     def copy_in(
         self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, span: Span | None = None
     ) -> Event:
-        _timed(span, lambda: target.copy_(source))
+        run_timed(span, lambda: target.copy_(source))
         return DONE
 
     copy_out = copy_in
@@ -238,103 +234,6 @@ class CudaDevice(Device):
 def _seconds(epoch: torch.cuda.Event, epoch_seconds: float, event: torch.cuda.Event) -> float:
     event.synchronize()
     return epoch_seconds + float(epoch.elapsed_time(event)) / 1e3
-
-
-class _SimulatedEvent:
-    def __init__(self) -> None:
-        self._reached = threading.Event()
-        self._error: BaseException | None = None
-
-    def finish(self, error: BaseException | None = None) -> None:
-        self._error = error
-        self._reached.set()
-
-    def synchronize(self) -> None:
-        self._reached.wait()
-        if self._error is not None:
-            raise self._error
-
-
-class _SimulatedStream:
-    """A thread that runs its work in order, each piece after a random delay."""
-
-    def __init__(self, name: str, seed: int, delay_max_s: float) -> None:
-        self._random = random.Random(seed)
-        self._delay_max_s = delay_max_s
-        self._work: queue.SimpleQueue[tuple[Callable[[], object], Event | None, _SimulatedEvent] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, work: Callable[[], object], after: Event | None) -> Event:
-        event = _SimulatedEvent()
-        self._work.put((work, after, event))
-        return event
-
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            work, after, event = item
-            try:
-                if after is not None:
-                    after.synchronize()
-                if self._delay_max_s:
-                    time.sleep(self._random.random() * self._delay_max_s)
-                work()
-            except BaseException as error:
-                event.finish(error)
-            else:
-                event.finish()
-
-    def close(self) -> None:
-        self._work.put(None)
-        self._thread.join()
-
-
-class SimulatedDevice(Device):
-    """An accelerator played by the CPU. Compute is the calling thread, so ``mark`` is done at once and ``hold`` waits.
-
-    seed, delay_max_s: of the random delay before each copy.
-    """
-
-    unified = False
-
-    def __init__(self, *, seed: int = 0, delay_max_s: float = 0.002) -> None:
-        self.torch_device = torch.device("cpu")
-        self._in = _SimulatedStream("tiermem-simulated-in", seed, delay_max_s)
-        self._out = _SimulatedStream("tiermem-simulated-out", seed + 1, delay_max_s)
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        memory = Region(nbytes).carve(nbytes)
-        memory.fill_(POISON_BYTE)
-        return memory
-
-    def free_bytes(self) -> int:
-        return free_host_bytes()
-
-    def copy_in(
-        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, span: Span | None = None
-    ) -> Event:
-        if after is None or after is DONE:
-            target.fill_(POISON_BYTE)
-        return self._in.put(lambda: _timed(span, lambda: target.copy_(source)), after)
-
-    def copy_out(
-        self, target: torch.Tensor, source: torch.Tensor, after: Event | None = None, span: Span | None = None
-    ) -> Event:
-        if after is None or after is DONE:
-            target.fill_(POISON_BYTE)
-        return self._out.put(lambda: _timed(span, lambda: target.copy_(source)), after)
-
-    def mark(self) -> Event:
-        return DONE
-
-    def hold(self, event: Event) -> None:
-        event.synchronize()
-
-    def close(self) -> None:
-        self._in.close()
-        self._out.close()
 
 
 def select_device(device: torch.device | str | Device | None) -> Device:

@@ -244,7 +244,7 @@ class Gathering:
         assert block.plane is not None
         nbytes = block.layout.weight_bytes
         span = self._timeline.span(COPY_IN, block.name, "weight", nbytes)
-        slot.loaded = self._device.copy_in(slot.buffer[:nbytes], block.plane, slot.free_after, span)
+        slot.loaded = self._device.copy_in(slot.whole(block), block.plane, slot.free_after, span)
         self._counters.bytes_copied_in += nbytes
 
     async def _load(self, block: Block, slot: Slot, targets: list[Target]) -> None:

@@ -409,7 +409,7 @@ class Gradients:
             task.numel, task.first_piece, task.partials = held.numel, place.pieces()[1], held.partials.ctypes.data
             self._runtime.kernels.accumulate(tasks, 1, self._runtime.threads_for(held.numel))
         else:
-            target.copy_(flat)
+            self._device.copy_within(target, flat)
         slot.arrivals[held] = factor
 
     def _wait_for_slot(self) -> None:

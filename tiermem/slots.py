@@ -44,6 +44,7 @@ class Slot:
         self._storage = self.buffer.untyped_storage()
         self._views: dict[Block, list[torch.Tensor]] = {}
         self._targets: dict[Block, list[Target]] = {}
+        self._wholes: dict[int, torch.Tensor] = {}
         self._own_references = _use_count(self._storage._cdata)
         """Of the storage, by the runtime itself. Counted, not measured: other threads use these tensors at any time."""
 
@@ -58,6 +59,15 @@ class Slot:
             views = self._views[block] = block.views(self.buffer)
             self._own_references += len(views)
         return views
+
+    def whole(self, block: Block) -> torch.Tensor:
+        """As much of the slot as the block's plane takes; made once for each size, kept: copies hold it while they
+        wait."""
+        nbytes = block.layout.weight_bytes
+        if nbytes not in self._wholes:
+            self._wholes[nbytes] = self.buffer[:nbytes]
+            self._own_references += 1
+        return self._wholes[nbytes]
 
     def targets(self, block: Block, *, readable: bool) -> list[Target]:
         """Where the block's chunks are loaded to, in this slot; made once, kept. ``readable``: as host memory too."""
