@@ -15,6 +15,7 @@ _INT = ctypes.c_int32
 _SIGNATURES = {  # argument types after the instruction set, and the result's
     "tm_update": ([_ADDRESS, _NUMEL, _INT], None),
     "tm_accumulate": ([_ADDRESS, _NUMEL, _INT], None),
+    "tm_traffic": ([_ADDRESS, _NUMEL, _INT], None),
     "tm_split": ([_ADDRESS, _ADDRESS, _ADDRESS, _NUMEL, _INT], None),
     "tm_join": ([_ADDRESS, _ADDRESS, _ADDRESS, _NUMEL, _INT], None),
     "tm_checksum": ([_ADDRESS, _NUMEL], ctypes.c_uint64),
@@ -49,6 +50,13 @@ class NativeKernels(Kernels):
 
     def update(self, tasks: ctypes.Array[UpdateTask], count: int, threads: int) -> None:
         self._library.tm_update(self._isa, ctypes.addressof(tasks), count, threads)
+
+    def traffic(self, tasks: ctypes.Array[UpdateTask], count: int, threads: int) -> None:
+        """Reads and writes what ``update`` would, and computes nothing: the limit it is measured against.
+
+        Masters and gradients are all bf16 or all fp32, moments are two and fp32.
+        """
+        self._library.tm_traffic(self._isa, ctypes.addressof(tasks), count, threads)
 
     def accumulate(self, tasks: ctypes.Array[AccumulateTask], count: int, threads: int) -> None:
         self._library.tm_accumulate(self._isa, ctypes.addressof(tasks), count, threads)
