@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import tiermem
 from tiermem import saved_inputs
 from tiermem.activations import Layer
-from tiermem.device import SimulatedDevice
 from tiermem.offload import _runtime_of
+from tiermem.simulated import SimulatedDevice
 
 WAYS = ("keep", "recompute", "host", "disk")
 PLACEMENT = Placement("host", "host", 4096, "threads", "auto", 1)

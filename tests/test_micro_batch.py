@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import tiermem
 from tiermem import saved_inputs
-from tiermem.device import SimulatedDevice
 from tiermem.micro_batch import GradientSum, Splitter
+from tiermem.simulated import SimulatedDevice
 
 EPS = 1e-3
 """Adam must not make whole steps of gradients that are next to nothing, and so of how sums were rounded."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tiermem import moments
-from tiermem.gradients import GradientHandle
+from tiermem.handles import GradientHandle
 from tiermem.kernels.abi import (
     ADAGRAD,
     ADAM,

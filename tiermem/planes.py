@@ -23,7 +23,8 @@ from tiermem.layout import BlockLayout, Chunk, ParameterSpec
 from tiermem.policy import Tier
 
 if TYPE_CHECKING:
-    from tiermem.gradients import BlockGradients, GradientHandle
+    from tiermem.gradients import BlockGradients
+    from tiermem.handles import GradientHandle
     from tiermem.runtime import Runtime
     from tiermem.slots import Slot
     from tiermem.store import Record

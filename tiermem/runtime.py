@@ -21,7 +21,8 @@ from tiermem.background import Background
 from tiermem.blocks import SMALL_BYTES, BlockSpec, find_blocks, modules_by_use
 from tiermem.device import Device
 from tiermem.gathering import Gathering
-from tiermem.gradients import BlockGradients, GradientHandle, Gradients
+from tiermem.gradients import BlockGradients, Gradients
+from tiermem.handles import GradientHandle
 from tiermem.interrupts import uninterrupted
 from tiermem.io import select
 from tiermem.io.engine import Engine
