@@ -6,8 +6,8 @@ of its own. The loss is ``tiermem.losses.linear_cross_entropy``.
     python bench/bench_micro_batch.py [--size 10M] [--batch 32] [--micro-batch 4] [--length 512] [--home disk]
 
 The bound of memory: what ``--micro-batch`` sequences in one piece need above a warm runtime between steps, and the
-inputs of every layer (and the last one's output) for the whole batch. The bound of bytes: those of the whole batch in
-one piece.
+inputs of every layer, of the last norm and of the head for the whole batch. The bound of bytes: those of the whole
+batch in one piece.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _print(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> N
     title = f"llama {options.size}, bf16, {options.length} tokens per sequence, all on {options.home.upper()}; per step"
     table(title, columns, shown)
     small, whole, sliced, _ = results.values()
-    between = BETWEEN_LAYERS * sliced["inputs_bytes"] / (sliced["layers"] + 1)
+    between = BETWEEN_LAYERS * sliced["inputs_bytes"] / (sliced["layers"] + 2)
     bound = small["above_bytes"] - small["inputs_bytes"] + sliced["inputs_bytes"] + between + sliced["sums_bytes"]
     console.print(
         f"bound of memory, MB: {small['above_bytes'] / 1e6:.0f} for {options.micro_batch} sequences, "
@@ -143,7 +143,7 @@ def _child(options: argparse.Namespace) -> dict[str, Any]:
         "losses": losses,
         "above_bytes": max(above),
         "layers": len(layers),
-        "inputs_bytes": (len(layers) + 1) * one_input,
+        "inputs_bytes": (len(layers) + 2) * one_input,
         "sums_bytes": gradients,
         "disk_read_bytes": per_step("bytes_read"),
         "disk_written_bytes": per_step("bytes_written"),

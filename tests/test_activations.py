@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -232,6 +233,31 @@ def test_a_forward_that_raises_leaves_the_next_step_right(tmp_path: Path) -> Non
         for kind in (Tiered, OnDevice):
             lib = kind(PLACEMENT, tmp_path / f"{way}-{kind.__name__}", policy={"activations": way})
             assert_close(outcome(script, lib), reference)
+
+
+def test_a_disk_that_fails_is_an_error_of_backward_and_the_next_step_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(lib: Any) -> None:
+        model = lib.offload(Stack(WIDTH, depth=6))
+        optimizer = lib.AdamW(model.parameters(), lr=3e-3)
+        train(lib, model, optimizer, steps=1)
+        if isinstance(lib, Tiered):
+            with monkeypatch.context() as patch:
+
+                async def fail(*_: Any) -> None:
+                    raise OSError(errno.EIO, "as asked")
+
+                patch.setattr(saved_inputs.DiskShelf, "_swap_out_piece", fail)
+                loss = model(torch.ones(6, 7)).square().mean()
+                with pytest.raises(OSError, match="as asked"):
+                    loss.backward()
+                del loss
+            model.zero_grad()
+        train(lib, model, optimizer, steps=1)
+
+    lib = Tiered(PLACEMENT, tmp_path, policy={"activations": "disk"})
+    assert_close(outcome(script, lib), outcome(script, Plain()))
 
 
 def test_running_statistics_count_a_batch_once(tmp_path: Path) -> None:

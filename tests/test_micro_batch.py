@@ -73,6 +73,11 @@ def self_checkpointing(lib: Plain | Tiered) -> None:
     train(lib, model, lib.AdamW(model.parameters(), lr=3e-3, eps=EPS), steps=2)
 
 
+def unclipped(lib: Plain | Tiered) -> None:
+    model = lib.offload(Stack(WIDTH, depth=4))
+    train(lib, model, lib.AdamW(model.parameters(), lr=3e-3, eps=EPS), steps=3)
+
+
 SCRIPTS: list[Callable[[Any], None]] = [stack, busy, decoder, frozen_inlet, evaluated, self_checkpointing]
 
 
@@ -93,6 +98,13 @@ def test_it_matters_not_where_bytes_rest(
     policy = {"micro_batch": 2, "activations": activations}
     lib = OnDevice(placement, tmp_path / "there", policy=policy, memory={"device": "512KiB"})
     assert_same_bits(outcome(script, lib), expected)
+
+
+def test_updates_in_backward_take_the_sum_over_slices(tmp_path: Path) -> None:
+    expected = outcome(unclipped, Tiered(PLACEMENT, tmp_path / "after", policy={"micro_batch": 2}))
+    assert_close(expected, outcome(unclipped, Plain()))
+    policy = {"micro_batch": 2, "update_in_backward": True, "activations": "host"}
+    assert_same_bits(outcome(unclipped, OnDevice(PLACEMENT, tmp_path / "in", policy=policy)), expected)
 
 
 def test_bf16_gradients_are_summed_in_fp32_and_rounded_once() -> None:

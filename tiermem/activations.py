@@ -57,7 +57,7 @@ class Activations:
         for root, name in _outermost(runtime.layers):
             layer = Layer(runtime, root, name, blocks.get(id(root), []), shelf)
             if policy.micro_batch is not None:
-                refuse_unsplittable(name, root)
+                refuse_unsplittable(name, root)  # now; whether batch statistics are computed may change later
             self._layers.append(layer)
         for layer in self._layers:
             layer.install()
@@ -88,6 +88,7 @@ class Layer:
         self._forward: Callable[..., Any] = root.forward
         self._parameters = list(root.parameters())
         self._norms = [m for m in root.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        self._has_norms = any(isinstance(m, _NormBase) for m in root.modules())
         self._size = runtime.policy.micro_batch
         functools.update_wrapper(self, root.forward, updated=())
 
@@ -120,9 +121,7 @@ class Layer:
         versions = [tensor._version for tensor in tensors]
         with self._saving(tensors):
             if self._size is not None:
-                root = self._root()
-                assert root is not None
-                refuse_unsplittable(self.name, root)
+                self._refuse_unsplittable()
                 device = self._runtime.device.torch_device
                 splitter = Splitter(
                     self.name, self._run, self._parameters, self._size, device, in_backward=self._in_backward
@@ -137,6 +136,11 @@ class Layer:
                     "in backward: clone it first, or use Policy(activations='keep')"
                 )
         return output
+
+    def _refuse_unsplittable(self) -> None:
+        root = self._root()
+        if root is not None and self._has_norms:
+            refuse_unsplittable(self.name, root)
 
     def _saving(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Hooks around the runtime's (the model's own checkpointing, say) take care of what is saved themselves."""
