@@ -109,6 +109,10 @@ class PlainAdamW:
         self._optimizer = torch.optim.AdamW(self._masters, lr=lr, fused=True)
         self._clip = clip
 
+    def set_rate(self, lr: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+
     def step(self) -> None:
         for weight, master in zip(self._weights, self._masters, strict=True):
             if weight.grad is not None:

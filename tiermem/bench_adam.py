@@ -260,28 +260,35 @@ def _on_disk(options: Options, disk: Path, console: Console) -> dict[str, float]
     seconds: dict[str, list[float]] = {moments: [] for moments in MOMENT_FORMATS}
     for _ in range(3):
         for moments, found in seconds.items():
-            with tempfile.TemporaryDirectory(dir=disk) as directory, torch.device("meta"):
+            with torch.device("meta"):
                 layers = [torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(depth)]
+            with tempfile.TemporaryDirectory(dir=disk) as directory:
                 model = tiermem.offload(
                     torch.nn.Sequential(*layers),
                     memory=tiermem.Memory(device="4GiB", host="8GiB", disk=directory),
                     policy=tiermem.Policy(weights="host", states="disk", moments=moments),  # type: ignore[arg-type]
                     device="cpu",
                 )
-                optimizer = tiermem.AdamW(model.parameters(), lr=1e-4)
-                with torch.device("cpu"):
-                    for step in range(4):
-                        model(torch.ones(1, width, dtype=torch.bfloat16)).float().mean().backward()
-                        tiermem.synchronize(model)
-                        start = time.perf_counter()
-                        optimizer.step()
-                        tiermem.synchronize(model)
-                        if step > 0:
-                            found.append(time.perf_counter() - start)
-                        optimizer.zero_grad()
+                found += _timed_updates(model, width)
                 tiermem.close(model)
     medians = {moments: statistics.median(found) for moments, found in seconds.items()}
     numel = depth * width * width
     for moments, median in medians.items():
         console.print(f"states on DISK, {moments}: {numel / median / 1e9:.3f} G params/s")
     return {f"on disk, {moments} / fp32": medians["fp32"] / medians[moments] for moments in ("bf16", "int8")}
+
+
+def _timed_updates(model: torch.nn.Module, width: int) -> list[float]:
+    import tiermem
+
+    optimizer = tiermem.AdamW(model.parameters(), lr=1e-4)
+    seconds = []
+    for _ in range(4):
+        model(torch.ones(1, width, dtype=torch.bfloat16)).float().mean().backward()
+        tiermem.synchronize(model)
+        start = time.perf_counter()
+        optimizer.step()
+        tiermem.synchronize(model)
+        seconds.append(time.perf_counter() - start)
+        optimizer.zero_grad()
+    return seconds[1:]  # the first writes states that were never read
