@@ -475,7 +475,9 @@ def run_tiered(
         names = _names(lib.models)
         lib.close()
         for parameter, name in names.items():
-            assert same_bits(parameter.detach(), result.weights[name]), f"{name} changed when its model was closed"
+            weight = result.weights[name]
+            expected = weight if parameter.dtype == weight.dtype else result.masters[name]  # `Policy.compute_dtype`
+            assert same_bits(parameter.detach(), expected), f"{name} changed when its model was closed"
         assert not list(directory.iterdir()), "close() left files behind"
         return result
     except BaseException as error:

@@ -841,6 +841,26 @@ def test_gradients_by_autograd_grad(compare: Compare) -> None:
     compare(script)
 
 
+def test_a_penalty_on_the_gradient_of_the_input_is_exact_or_refused(compare: Compare) -> None:
+    """Backward of a backward needs the weights a third time."""
+
+    def script(lib: Plain | Tiered) -> None:
+        model = lib.offload(Stack())
+        optimizer = lib.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            inputs = lib.randn(6, 7).requires_grad_()
+            output = model(inputs)
+            (slope,) = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
+            (output.square().mean() + slope.square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    try:
+        compare(script)
+    except RuntimeError as error:
+        assert "create_graph" in str(error) or "tiermem" in str(error)
+
+
 def test_forwards_whose_graph_is_dropped(compare: Compare) -> None:
     def script(lib: Plain | Tiered) -> None:
         model = lib.offload(Stack())

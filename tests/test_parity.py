@@ -20,6 +20,7 @@ from reference import (
     assert_parity,
     assert_same_bits,
     every_placement,
+    round_to_bf16,
     run_plain,
     run_tiered,
     train,
@@ -108,6 +109,19 @@ def test_sizes_divisible_by_nothing(compare: Compare, dtype: torch.dtype) -> Non
         return model(lib.randn(max(sizes)))
 
     compare(script)
+
+
+def test_every_engine_gives_the_same_bits(core_outcomes: dict[str, Outcome], tmp_path: Path) -> None:
+    from tiermem.io import ENGINES
+
+    for engine in ENGINES:
+        try:
+            outcome = run_tiered(core, Placement("disk", "disk", 4096, engine), tmp_path / engine)
+        except (RuntimeError, OSError) as error:
+            if "no I/O engine works" not in str(error):  # io_uring is often forbidden
+                raise
+            continue
+        assert_same_bits(outcome, core_outcomes.setdefault("first", outcome))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -261,3 +275,32 @@ def test_where_it_was_placed_is_reported(tmp_path: Path) -> None:
             assert report.bytes_read > 0 and report.bytes_written > 0
         assert report.steps == 1
         lib.close()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_bf16_computation_of_an_fp32_model(compare: Compare, micro_batches: int) -> None:
+    """`compute_dtype`: the fp32 values are the masters, inputs are cast, and `close` gives the masters back."""
+
+    def script(lib: Plain | Tiered) -> None:
+        model = Stack()
+        if not lib.is_reference:
+            lib._policy["compute_dtype"] = torch.bfloat16
+            lib.offload(model)
+            optimizer = lib.AdamW(model.parameters(), lr=1e-3)
+        else:
+            values = [p.detach().clone() for p in model.parameters()]
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                parameter.data = round_to_bf16(value)
+            lib.offload(model)
+            optimizer = lib.AdamW(model.parameters(), lr=1e-3)
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                lib.masters[parameter].data.copy_(value)
+        train(lib, model, optimizer, micro_batches=micro_batches, clip=0.5, loss_of=loss)
+
+    def loss(lib: Plain | Tiered, model: nn.Module) -> Tensor:
+        inputs = lib.randn(6, 7)
+        output = model(inputs.bfloat16() if lib.is_reference else inputs)
+        assert output.dtype == torch.bfloat16
+        return (output.float() - lib.randn(6, 5)).square().mean()
+
+    compare(script)
