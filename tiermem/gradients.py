@@ -590,6 +590,7 @@ class Gradients:
         flat = held.flat(gradient).to("cpu", torch.float32).contiguous()
         block = held.block
         self._settle(block)
+        block.wait_update()  # it may still read what is about to be replaced
         if block.gradients.direct or block.gradients.plane is not None:
             exact = bool((flat.to(held.dtype).float() == flat).all())
             if not block.gradients.wide and not exact:
