@@ -28,7 +28,7 @@ trace: $(VENV)/.installed-demo
 	$(BIN)/tiermem report $(VENV)/step.json
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

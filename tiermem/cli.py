@@ -44,6 +44,12 @@ class Activations(enum.StrEnum):
     disk = "disk"
 
 
+class Moments(enum.StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    int8 = "int8"
+
+
 class Dtype(enum.StrEnum):
     auto = "auto"
     bfloat16 = "bfloat16"
@@ -100,6 +106,12 @@ def train(
     disk_size: Annotated[str | None, typer.Option(help="Budget, like 500GiB. [default: what is free]")] = None,
     weights: Annotated[Home, typer.Option(help="Where weights rest.")] = Home.auto,
     states: Annotated[StatesHome, typer.Option(help="Where optimizer states rest.")] = StatesHome.auto,
+    moments: Annotated[
+        Moments, typer.Option(help="Format of AdamW's moments: fp32 is exact; 8, 4 or 2.06 bytes per parameter.")
+    ] = Moments.fp32,
+    disk_endurance: Annotated[
+        str | None, typer.Option(help="What the drives are rated to be written, like 600TB, to report their wear.")
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the trained model here, for from_pretrained.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a timeline here, for 'tiermem report'.")] = None,
     trace_steps: Annotated[int, typer.Option(min=1, help="Steps that --trace records.")] = 10,
@@ -129,12 +141,19 @@ def train(
             seed=seed,
             dtype=None if dtype is Dtype.auto else getattr(torch, dtype.value),
             device=device,
-            memory=tiermem.Memory(device=device_memory, host=host_memory, disk=disk or None, disk_size=disk_size),
+            memory=tiermem.Memory(
+                device=device_memory,
+                host=host_memory,
+                disk=disk or None,
+                disk_size=disk_size,
+                disk_endurance=disk_endurance,
+            ),
             policy=tiermem.Policy(
                 weights=weights.value,
                 states=states.value,
                 activations=activations.value,
                 micro_batch=micro_batch,
+                moments=moments.value,
             ),
             save=save,
             trace=trace,
@@ -269,6 +288,31 @@ def bench_io(
             json_path=json_path,
             plot_path=plot_path,
             keep_profile=profile,
+        )
+    except (ValueError, OSError, RuntimeError) as error:
+        _fail(error)
+
+
+@bench.command("adam")
+def bench_adam(
+    size: Annotated[int, typer.Option(min=1, help="Parameters, in millions: more than the caches hold.")] = 32,
+    threads: Annotated[list[int] | None, typer.Option(help="Thread counts. [default: 1 and all cores]")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each, taking turns.")] = 9,
+    others: Annotated[
+        bool, typer.Option(help="Also torch's optimizers, and DeepSpeed's where it is installed.")
+    ] = True,
+    numba: Annotated[bool, typer.Option(help="Also the kernels that serve without a compiler.")] = True,
+    disk: Annotated[Path | None, typer.Option(help="Also with states on disk, in this directory.")] = None,
+) -> None:
+    """Measure the optimizer pass beside the limit that memory sets, formats of moments, and torch's own."""
+    try:
+        from tiermem.bench_adam import Options, run
+
+        run(
+            Options(
+                numel=size << 20, threads=tuple(threads or ()), rounds=rounds, others=others, numba=numba, disk=disk
+            ),
+            Console(),
         )
     except (ValueError, OSError, RuntimeError) as error:
         _fail(error)
