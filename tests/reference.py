@@ -295,10 +295,13 @@ class Placement:
     engine: str = "auto"
     kernels: str = "auto"
     threads: int | None = None
+    tight: bool = False
+    """The least device budget that the model is accepted with, so that blocks take each other's slots all the time."""
 
     def __str__(self) -> str:
         chunk = "default" if self.chunk_numel is None else str(self.chunk_numel)
-        return f"{self.weights}-{self.states}-{chunk}-{self.engine}-{self.kernels}-{self.threads}"
+        tight = "-tight" if self.tight else ""
+        return f"{self.weights}-{self.states}-{chunk}-{self.engine}-{self.kernels}-{self.threads}{tight}"
 
 
 def every_placement() -> list[Placement]:
@@ -316,7 +319,7 @@ def every_placement() -> list[Placement]:
 SPREAD = (
     Placement("device", "host", None, "auto", "auto", 2),
     Placement("host", "host", 4096, "auto", "numba", 1),
-    Placement("disk", "disk", 4096, "threads", "auto", 2),
+    Placement("disk", "disk", 4096, "threads", "auto", 2, tight=True),
     Placement("host", "disk", None, "aiofiles", "auto", 1),
 )
 ON_DISK = SPREAD[2]
@@ -345,6 +348,7 @@ class Tiered(_Script):
         self.placement = placement
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
+        self._tight = placement.tight and "device" not in (memory or {})
         self._memory = {"device": "64MiB", "host": "256MiB", "disk": directory} | (memory or {})
         self._policy = {
             "weights": placement.weights,
@@ -362,7 +366,16 @@ class Tiered(_Script):
         return self.tiermem.Policy(**self._policy)
 
     def offload(self, module: Module) -> Module:
-        offloaded = self.tiermem.offload(module, memory=self.memory(), policy=self.policy(), device="cpu")
+        if self._tight:
+            self._memory["device"] = max((p.numel() * p.element_size() for p in module.parameters()), default=0)
+        while True:
+            try:
+                offloaded = self.tiermem.offload(module, memory=self.memory(), policy=self.policy(), device="cpu")
+                break
+            except ValueError as error:
+                if not self._tight or "device memory" not in str(error):
+                    raise
+                self._memory["device"] += self._memory["device"] // 4 + 4096
         assert offloaded is module
         self.models.append(module)
         return module

@@ -78,6 +78,9 @@ WAYS = [
 ]
 
 
+ROOMY = {"device": "64MiB"}
+
+
 class Model(Stack):
     def __init__(self, way: Way, reentrant: bool) -> None:
         super().__init__(depth=4)
@@ -96,7 +99,12 @@ def test_checkpointed_training(compare: Compare, way: Way, reentrant: bool, dtyp
         model = lib.offload(Model(way, reentrant).to(dtype))
         train(lib, model, lib.AdamW(model.parameters(), lr=1e-3), clip=0.5, micro_batches=2)
 
-    compare(script, SPREAD[::2])
+    compare(script, SPREAD[::2], memory=ROOMY)
+    try:
+        compare(script, SPREAD[2:3])
+    except RuntimeError as error:  # one recompute may need several blocks at once
+        assert "no weight slot is free" in str(error)
+        assert "Memory(device=...)" in str(error)
 
 
 @both_kinds
@@ -151,7 +159,7 @@ def test_tied_weights_inside_and_outside_of_checkpoints(compare: Compare, reentr
         model = lib.offload(Checkpointed())
         train(lib, model, lib.AdamW(model.parameters(), lr=1e-3), clip=0.5, loss_of=next_token_loss)
 
-    compare(script)
+    compare(script, memory=ROOMY)
 
 
 def test_keyword_arguments_of_a_checkpoint(compare: Compare) -> None:

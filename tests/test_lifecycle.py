@@ -322,8 +322,8 @@ def test_training_goes_on_after_ctrl_c(tmp_path: Path) -> None:
         for number in range(5):
             main = threading.main_thread().ident
             timer = threading.Timer(0.05 + 0.013 * number, signal.pthread_kill, [main, signal.SIGINT])
-            timer.start()
             try:
+                timer.start()
                 while True:
                     train(lib, model, optimizer, steps=1)
             except KeyboardInterrupt:
