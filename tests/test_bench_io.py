@@ -111,7 +111,7 @@ def test_fio_that_is_missing_is_asked_for_before_anything_is_measured(
 def test_a_plot_is_drawn_or_matplotlib_asked_for(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
     if importlib.util.find_spec("matplotlib") is None:
-        with pytest.raises(RuntimeError, match="pip install matplotlib"):
+        with pytest.raises(RuntimeError, match=r"pip install 'tiermem\[plot\]'"):
             run(console, [tmp_path], SMALL, plot_path=tmp_path / "plot.png")
     else:
         run(console, [tmp_path], SMALL, plot_path=tmp_path / "plot.png")

@@ -410,10 +410,17 @@ def test_report_prints_tables_and_draws(traced: tuple[nn.Module, Path]) -> None:
 def test_report_without_matplotlib_still_prints(
     traced: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(name: str) -> Any:
-        raise ImportError(name)
+    find_spec, import_module = importlib.util.find_spec, importlib.import_module
 
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    def not_found(name: str, package: str | None = None) -> Any:
+        return None if name.startswith("matplotlib") else find_spec(name, package)
+
+    def missing(name: str, package: str | None = None) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return import_module(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", not_found)
     monkeypatch.setattr(importlib, "import_module", missing)
     result = CliRunner().invoke(app, ["report", str(traced[1])])
     assert "step 3:" in result.output and "pip install 'tiermem[plot]'" in result.output
