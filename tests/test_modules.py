@@ -555,19 +555,16 @@ def test_a_block_of_empty_parameters_only(compare: Compare) -> None:
 
 @both_dtypes
 def test_an_embedding_larger_than_any_buffer(compare: Compare, dtype: torch.dtype) -> None:
-    """1.2 M elements beside 4096-element chunks; its states alone are several times the host budget."""
+    """1.2 M elements beside 4096-element chunks; its states alone are several times the host budget.
 
-    def build() -> nn.Module:
-        return Decoder(vocabulary=38_011, tied=False)
+    Not clipped: torch's fp32 norm of so many elements is wrong by more than the tolerance.
+    """
 
-    trains_alike(
-        compare,
-        build,
-        dtype=dtype,
-        loss_of=next_token_loss,
-        placements=[SPREAD[2]],
-        memory={"device": "20MiB", "host": "4MiB"},
-    )
+    def script(lib: Plain | Tiered) -> None:
+        model = lib.offload(Decoder(vocabulary=38_011, tied=False).to(dtype))
+        train(lib, model, lib.AdamW(model.parameters(), lr=1e-3), loss_of=next_token_loss)
+
+    compare(script, SPREAD[2:3], memory={"device": "20MiB", "host": "4MiB"})
 
 
 # --- dtypes and freezing
