@@ -466,7 +466,7 @@ def test_a_torch_optimizer_on_an_offloaded_model_is_an_error_not_a_wrong_number(
     lib.offload(model)
     with tiermem.gather(model.blocks):
         before = [p.detach().clone() for p in model.blocks.parameters()]
-    with pytest.raises((RuntimeError, ValueError)):
+    with pytest.raises((RuntimeError, ValueError), match="tiermem"):
         optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
         model(*model.inputs(lib)).square().mean().backward()
         optimizer.step()
