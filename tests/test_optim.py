@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -435,6 +436,23 @@ def test_torchs_behaviour_on_request(compare: Compare, clip: bool, dtype: torch.
     reference = compare(script, equal_nan=True, policy={"skip_nonfinite": False})
     broken = [name for name, weight in reference.weights.items() if weight.isnan().any()]
     assert len(broken) == (len(reference.weights) if clip else 1)
+
+
+@pytest.mark.parametrize("policy", [{}, {"update_in_backward": True}], ids=["after backward", "in backward"])
+@both_dtypes
+def test_a_model_frozen_as_a_whole_at_first_is_trained_later(
+    compare: Compare, dtype: torch.dtype, policy: dict[str, bool]
+) -> None:
+    """Nothing was planned for gradients or states: room is made for them, in budgets that have it."""
+
+    def script(lib: Plain | Tiered) -> None:
+        model = lib.offload(Stack().to(dtype).requires_grad_(False))
+        with torch.no_grad():
+            model(*model.inputs(lib))
+        model.requires_grad_(True)
+        train(lib, model, lib.AdamW(model.parameters(), lr=3e-3), steps=3)
+
+    compare(script, [replace(placement, tight=False) for placement in SPREAD], policy=policy)
 
 
 # --- wrapping before or after the optimizer is built

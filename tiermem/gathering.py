@@ -22,6 +22,7 @@ from tiermem.schedule import Schedule
 from tiermem.slab import SlabPool
 from tiermem.slots import Slot, SlotPool, Target
 from tiermem.timeline import COPY_IN, Timeline
+from tiermem.transfer import all_of, swap_in_or_zero, tensor_of
 
 
 class Gathering:
@@ -253,35 +254,22 @@ class Gathering:
         if block.plane is not None:
             self._copy_in(block, slot)
             return
-        swaps = [self._swap_in(block, slot, index, target) for index, target in enumerate(targets)]
-        for outcome in await asyncio.gather(
-            *swaps, return_exceptions=True
-        ):  # all have ended: nothing writes to the slot any more
-            if isinstance(outcome, BaseException):
-                raise outcome
+        await all_of([self._swap_in(block, slot, index, target) for index, target in enumerate(targets)])
 
     async def _swap_in(self, block: Block, slot: Slot, index: int, target: Target) -> None:
         chunk = block.chunks[index]
         record, layout = chunk.weight, chunk.layout
         assert record is not None
         if target.view is not None:
-            if record.valid:
-                await record.swap_in(target.view)
-            else:
-                target.tensor.zero_()
+            await swap_in_or_zero(record, target.view)
             slot.loaded = DONE
             return
         assert self.staging is not None
         async with self.staging.loan() as slab:
             source = slab.view[: layout.weight_bytes]
-            if record.valid:
-                await record.swap_in(source)
-            else:
-                source[:] = bytes(layout.weight_bytes)
+            await swap_in_or_zero(record, source)
             span = self._timeline.span(COPY_IN, block.name, "weight", layout.weight_bytes)
-            event = self._device.copy_in(
-                target.tensor, torch.frombuffer(source, dtype=torch.uint8), slot.free_after, span
-            )
+            event = self._device.copy_in(target.tensor, tensor_of(source), slot.free_after, span)
             self._counters.bytes_copied_in += layout.weight_bytes
             await self._background.wait(event.synchronize)
         slot.loaded = DONE

@@ -29,10 +29,11 @@ from tiermem.handles import GradientHandle
 from tiermem.interrupts import uninterrupted
 from tiermem.kernels.abi import BF16, F32, AccumulateTask
 from tiermem.layout import PAGE_BYTES, GradientPlane, round_up
+from tiermem.placement import GRADIENT_SLOTS
 from tiermem.planes import TRAINABLE_CODES, Block, ChunkHome, Held, held_of
 from tiermem.policy import Tier
 from tiermem.timeline import COPY_OUT
-from tiermem.transfer import bytes_of
+from tiermem.transfer import all_of, bytes_of
 
 if TYPE_CHECKING:
     from tiermem.runtime import Runtime
@@ -47,6 +48,8 @@ class BlockGradients:
         self.wide = all(section.itemsize == 4 for section in block.layout.sections if section.trainable)
         self.plane: torch.Tensor | None = None  # uint8, HOST
         self.layout: GradientPlane = block.layout.gradient_plane(wide=self.wide)
+        self.narrow: GradientPlane = block.layout.gradient_plane(wide=False)
+        """Of a gradient slot, whatever the plane is."""
         self.slot: GradientSlot | None = None
         self.flush: Future[None] | None = None
         self.expected = 0  # arrivals before backward is done with the block
@@ -70,6 +73,11 @@ class BlockGradients:
             task.partials = held.partials.ctypes.data
             self._tasks[held] = tasks
         return tasks
+
+    def relayout(self) -> None:
+        """The block has one more trained section, and so far nothing rests for it."""
+        self.narrow = self.layout = self.block.layout.gradient_plane(wide=False)
+        self.wide = False
 
     def forget_tasks(self) -> None:
         self._tasks.clear()
@@ -197,7 +205,7 @@ class Gradients:
                 gradients.slot = self._free.popleft()
         slot = gradients.slot
         place = block.layout.slices[held.index]
-        offset = block.layout.gradient_plane(wide=False).offset(place.section, place.start)
+        offset = gradients.narrow.offset(place.section, place.start)
         target = slot.buffer[offset : offset + held.numel * held.dtype.itemsize].view(held.dtype)
         if self._device.unified and factor is None:
             tasks = (AccumulateTask * 1)()
@@ -235,7 +243,7 @@ class Gradients:
         gradients = block.gradients
         slot = gradients.slot
         assert slot is not None
-        plans = [(chunk, plan) for chunk in block.chunks if (plan := self._plan(chunk, slot))]
+        plans = [(chunk, plan) for chunk in block.chunks if (plan := self._plan(block, chunk, slot))]
         adds = any(arrival.factor is not None for _, plan in plans for arrival in plan)
         if adds and block.gradients_home is Tier.HOST and not gradients.wide:
             self.widen(block)
@@ -266,13 +274,14 @@ class Gradients:
         slot.arrivals.clear()
         self._free.append(slot)
 
-    def _plan(self, chunk: ChunkHome, slot: GradientSlot) -> list[_Arrival]:
+    @staticmethod
+    def _plan(block: Block, chunk: ChunkHome, slot: GradientSlot) -> list[_Arrival]:
         """What the flush does with each segment that has, or had, a gradient. Empty: nothing of the chunk arrived."""
         if not chunk.layout.trainable:
             return []
         plan = []
         for segment in chunk.layout.segments:
-            held = self._block_of(chunk, slot).held[segment.parameter]
+            held = block.held[segment.parameter]
             new = held in slot.arrivals
             live = held.handle is not None and held.parameter.grad is held.handle and not held.handle.zeroed
             if new or live:
@@ -280,10 +289,6 @@ class Gradients:
                 factor = slot.arrivals[held] if new else None
                 plan.append(_Arrival(held, segment.chunk_start, segment.numel, piece, first, new, factor))
         return plan if any(arrival.new for arrival in plan) else []
-
-    @staticmethod
-    def _block_of(chunk: ChunkHome, slot: GradientSlot) -> Block:
-        return next(iter(slot.arrivals)).block
 
     async def _flush(
         self,
@@ -296,18 +301,15 @@ class Gradients:
         if update is not None:
             await asyncio.wrap_future(update)
         flush = self._flush_to_host if block.gradients_home is Tier.HOST else self._flush_to_disk
-        outcomes = await asyncio.gather(
-            *(flush(block, slot, chunk, plan, ready) for chunk, plan in plans), return_exceptions=True
-        )
-        self.give_back(slot)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        try:
+            await all_of([flush(block, slot, chunk, plan, ready) for chunk, plan in plans])
+        finally:
+            self.give_back(slot)
 
     def _in_slot(self, block: Block, slot: GradientSlot, chunk: ChunkHome) -> torch.Tensor:
         layout = chunk.layout
         itemsize = block.layout.sections[layout.section].itemsize
-        start = block.layout.gradient_plane(wide=False).offset(layout.section, layout.start)
+        start = block.gradients.narrow.offset(layout.section, layout.start)
         return slot.buffer[start : start + round_up(layout.numel * itemsize, PAGE_BYTES)]
 
     async def _flush_to_host(
@@ -651,10 +653,12 @@ class Gradients:
 
     def grow_slots(self, nbytes: int) -> None:
         """Slots for a block whose gradients became larger (a parameter was unfrozen)."""
-        if nbytes <= self._slot_bytes or not self._slot_count:
+        if nbytes <= self._slot_bytes:
             return
         self.settle()
-        self._runtime.take_slot_bytes((nbytes - self._slot_bytes) * self._slot_count, "gradient slots")
+        count = self._slot_count or GRADIENT_SLOTS
+        self._runtime.take_slot_bytes(nbytes * count - self._slot_bytes * self._slot_count, "gradient slots")
+        self._slot_count = count
         self._slot_bytes = nbytes
         self._free = deque(GradientSlot(self._device, nbytes) for _ in range(self._slot_count))
 

@@ -36,7 +36,8 @@ class Policy:
     weights: home of the weight planes: a ``Tier``, its name, or ``"auto"`` (as many blocks as fit in the fastest tier).
     states: home of the optimizer states (residual and moments): HOST, DISK or ``"auto"``.
     compute_dtype: ``None`` computes in each parameter's own dtype; ``torch.bfloat16`` on an fp32 model computes in
-        bf16, casts floating-point inputs of the blocks, and keeps the fp32 values as masters.
+        bf16, casts floating-point inputs of the blocks, and keeps the fp32 values as masters. Frozen fp32 parameters
+        have no master: they are rounded for good.
     moments: format of the optimizer's moments: ``"fp32"`` is exact; ``"bf16"`` and ``"int8"`` take 4 and 2 bytes per
         parameter instead of 8, rounded by chance (the same chance in every run and placement).
     blocks: how the model is cut: ``None`` (children of ModuleList and Sequential, then by size), or a sequence of

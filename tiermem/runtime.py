@@ -31,7 +31,7 @@ from tiermem.layout import PAGE_BYTES, Chunk, round_up
 from tiermem.memory import Budget, Memory, Region, parse_bytes
 from tiermem.micro_batch import sums_bytes
 from tiermem.placement import BlockPlan, Placement, extent_class, place
-from tiermem.planes import TRAINABLE_CODES, Block, ChunkHome, Held, attach, detach, refuse_copy, specs_of
+from tiermem.planes import TRAINABLE_CODES, Block, ChunkHome, Held, attach, detach, held_of, refuse_copy, specs_of
 from tiermem.policy import Policy, Tier
 from tiermem.report import BlockReport, Counters, Report
 from tiermem.slab import SlabPool
@@ -140,7 +140,7 @@ class Runtime:
                 )
         for spec in specs:
             for name, parameter in spec.parameters:
-                if getattr(parameter, "_tiermem_held", None) is not None:
+                if held_of(parameter) is not None:
                     raise ValueError(f"{name} is already held by another runtime: tiermem.close() that model first")
                 if parameter.requires_grad and parameter.dtype not in TRAINABLE_CODES:
                     raise ValueError(
@@ -348,7 +348,7 @@ class Runtime:
         if block.states_home is None:
             block.states_home = Tier.DISK if has_disk and added > self.host_budget.free_bytes else Tier.HOST
         narrow = layout.gradient_plane(wide=False).nbytes
-        if block.gradients_home is None:
+        if block.gradients_home is None and not self.eager:
             block.gradients_home = Tier.DISK if has_disk and narrow > self.host_budget.free_bytes else Tier.HOST
         region = None
         if block.states_home is Tier.HOST:
@@ -360,9 +360,10 @@ class Runtime:
             self._make_chunk(block, chunk, region)
         block.gradients.direct = self.device.unified and block.gradients_home is Tier.HOST
         if block.gradients_home is Tier.HOST:
+            block.gradients.narrow = layout.gradient_plane(wide=False)
             self.gradients.remake_plane(block, wide=block.gradients.wide)
         else:
-            block.gradients.layout = layout.gradient_plane(wide=False)
+            block.gradients.relayout()
         if not block.gradients.direct:
             self.gradients.grow_slots(narrow)
 
@@ -682,7 +683,7 @@ class Runtime:
         back."""
         for block in self.blocks:
             for held in block.held:
-                if getattr(held.parameter, "_tiermem_held", None) is held:
+                if held_of(held.parameter) is held:
                     self._restore(held, self._final_value(held), None)
         self.closed = True
         self.background.close()

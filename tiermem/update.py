@@ -205,7 +205,7 @@ class Updates:
         if slot is not None:
             if not self._runtime.device.unified:
                 return None
-            return slot.buffer.data_ptr() + gradients.layout.offset(layout.section, layout.start), _code(chunk)
+            return slot.buffer.data_ptr() + gradients.narrow.offset(layout.section, layout.start), _code(chunk)
         if gradients.plane is None:
             return None
         address = gradients.plane.data_ptr() + gradients.layout.offset(layout.section, layout.start)
@@ -254,7 +254,7 @@ class Updates:
             record, itemsize = _gradient_record(chunk)
             await swap_in_or_zero(record, target[: round_up(layout.numel * itemsize, PAGE_BYTES)])
             return
-        start = block.gradients.layout.offset(layout.section, layout.start)
+        start = block.gradients.narrow.offset(layout.section, layout.start)
         device = self._runtime.device
         nbytes = layout.weight_bytes
         span = self._runtime.timeline.span(COPY_OUT, block.name, "gradient", nbytes)
