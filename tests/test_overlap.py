@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 import tiermem
 from tiermem.io.faults import Call, Fault, FaultyEngine, delay
 from tiermem.io.threads import ThreadsEngine
+from tiermem.placement import STAGING_SLABS
+from tiermem.planes import held_of
 
 pytestmark = pytest.mark.hang(60)
 
@@ -26,6 +29,7 @@ MOMENT_SECONDS = 0.2  # how long something is given to happen that must not
 
 STATES_ON_DISK = Placement("host", "disk", 4096, "threads", "auto", 1)
 WEIGHTS_ON_DISK = Placement("disk", "host", 4096, "threads", "auto", 1)
+EVERYTHING_ON_DISK = Placement("disk", "disk", 4096, "threads", "auto", 1)
 
 
 class Valve:
@@ -251,6 +255,72 @@ def test_weights_are_prefetched_while_a_block_computes(
         train(lib, model, lib.optimizers[0], steps=1)
     assert seen["forward"] >= 2, "no block was read while another computed forward"
     assert seen["backward"] >= 2, "no block was read while another computed backward"
+    lib.close()
+
+
+def test_swap_ins_leave_slabs_for_kernels_and_swap_outs(
+    valves: tuple[FaultyEngine, Valve, Valve], tmp_path: Path
+) -> None:
+    """Half of the slabs read at most, so that chunks come one after another and the disk reads and writes together."""
+    engine, reads, _ = valves
+    lib = started(tmp_path, engine, STATES_ON_DISK)
+    (model,), (optimizer,) = lib.models, lib.optimizers
+    backward(lib, model)
+    with reads.shut():
+        optimizer.step()
+        assert becomes(lambda: reads.arrived >= STAGING_SLABS // 2)
+        time.sleep(MOMENT_SECONDS)
+        assert reads.arrived == STAGING_SLABS // 2  # a chunk's states are one read
+    lib.close()
+
+
+def test_new_weights_go_from_their_update_to_the_slot_that_waits(
+    valves: tuple[FaultyEngine, Valve, Valve], tmp_path: Path
+) -> None:
+    """Between step and the end of the forward, the disk is read for the updates and for nothing else."""
+    engine, reads, _ = valves
+    lib = started(tmp_path, engine, EVERYTHING_ON_DISK)
+    (model,), (optimizer,) = lib.models, lib.optimizers
+    held = held_of(model.head.weight)
+    assert held is not None
+    runtime = held.runtime
+    blocks = [block for block in runtime.blocks if not block.resident]
+    backward(lib, model)
+    before = engine.bytes_read
+    with reads.shut():
+        optimizer.step()
+        optimizer.zero_grad()
+        assert becomes(lambda: all(block.slot is not None and block.slot.missing for block in blocks))
+    model(*model.inputs(lib))
+    tiermem.synchronize(model)
+    states = sum(block.layout.state_bytes for block in runtime.blocks)
+    assert engine.bytes_read - before == states + sum(block.layout.weight_bytes for block in blocks)
+    lib.close()
+
+
+def test_inside_backward_the_update_needed_first_goes_first(
+    valves: tuple[FaultyEngine, Valve, Valve], tmp_path: Path
+) -> None:
+    """The last block's has begun when the others come; of those that wait, the first block's is next."""
+    engine, reads, _ = valves
+    policy = {"io": engine, "blocks": [Block], "update_in_backward": True}
+    lib = Tiered(STATES_ON_DISK, tmp_path / "disk", policy=policy)
+    model = lib.offload(Counted(4))
+    optimizer = lib.AdamW(model.parameters(), lr=3e-3)
+    train(lib, model, optimizer, steps=2)
+    tiermem.synchronize(model)
+    ended: list[str] = []
+    with reads.shut():
+        backward(lib, model)
+        for number, module in enumerate(model.blocks):
+            update = held_of(module.up.weight).block.update
+            assert update is not None
+            update.add_done_callback(partial(lambda name, _: ended.append(name), number))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert ended == []
+    tiermem.synchronize(model)
+    assert ended == [3, 0, 1, 2]
     lib.close()
 
 

@@ -3,12 +3,13 @@
 A block in place (home DEVICE, or HOST on a unified device) is gathered by pointing its parameters at the plane. Any
 other is loaded into a slot: by a copy from its HOST plane, or by swap-ins from DISK. Loads start early, in the order
 that the schedule expects, into slots that nobody needs sooner. A load waits for its own block's update, and for no
-other.
+other; what that update has just computed in a slab goes straight into the slot.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from concurrent.futures import Future
 
 import torch
@@ -16,7 +17,9 @@ import torch
 from tiermem.background import Background
 from tiermem.device import DONE, Device
 from tiermem.interrupts import uninterrupted
-from tiermem.planes import Block
+from tiermem.io.engine import address_of
+from tiermem.layout import Chunk
+from tiermem.planes import Block, ChunkHome
 from tiermem.report import Counters
 from tiermem.schedule import Schedule
 from tiermem.slab import SlabPool
@@ -156,7 +159,8 @@ class Gathering:
             try:
                 self._timed_wait(slot.load, block)
             except BaseException:
-                self._empty(slot)
+                if slot.load.done():  # it has failed; else the wait was interrupted, and the slot is still being filled
+                    self._empty(slot)
                 raise
             slot.load = None
             block.update = None  # the load waited for it
@@ -209,7 +213,7 @@ class Gathering:
     def prefetch(self) -> None:
         """Start loads of what is needed next, into slots that hold nothing or something needed later."""
         schedule = self._schedule
-        for index in schedule.upcoming(len(self.slots.slots)):
+        for index in schedule.upcoming():
             block = self._blocks[index]
             if block.device_plane is not None or block.slot is not None:
                 continue
@@ -249,27 +253,45 @@ class Gathering:
         self._counters.bytes_copied_in += nbytes
 
     async def _load(self, block: Block, slot: Slot, targets: list[Target]) -> None:
+        missing = dict(enumerate(targets))
         if block.update is not None:
-            await asyncio.wrap_future(block.update)
+            slot.missing = missing
+            try:
+                await asyncio.wrap_future(block.update)
+            finally:
+                slot.missing = None
         if block.plane is not None:
             self._copy_in(block, slot)
             return
-        await all_of([self._swap_in(block, slot, index, target) for index, target in enumerate(targets)])
+        await all_of([self._swap_in(block, slot, block.chunks[index], target) for index, target in missing.items()])
+        slot.loaded = DONE
 
-    async def _swap_in(self, block: Block, slot: Slot, index: int, target: Target) -> None:
-        chunk = block.chunks[index]
-        record, layout = chunk.weight, chunk.layout
+    async def _swap_in(self, block: Block, slot: Slot, chunk: ChunkHome, target: Target) -> None:
+        record, nbytes = chunk.weight, chunk.layout.weight_bytes
         assert record is not None
         if target.view is not None:
             await swap_in_or_zero(record, target.view)
-            slot.loaded = DONE
             return
         assert self.staging is not None
         async with self.staging.loan() as slab:
-            source = slab.view[: layout.weight_bytes]
+            source = slab.view[:nbytes]
             await swap_in_or_zero(record, source)
-            span = self._timeline.span(COPY_IN, block.name, "weight", layout.weight_bytes)
-            event = self._device.copy_in(target.tensor, tensor_of(source), slot.free_after, span)
-            self._counters.bytes_copied_in += layout.weight_bytes
-            await self._background.wait(event.synchronize)
-        slot.loaded = DONE
+            await self._into_slot(block, slot, source, target)
+
+    async def deliver(self, block: Block, chunk: Chunk, weights: memoryview) -> None:
+        """On the background loop, from the block's update: new weights of one chunk, in host memory until this returns.
+        A load that waits for the update takes them from here and not from DISK."""
+        slot = block.slot
+        target = slot.missing.pop(chunk.index, None) if slot is not None and slot.missing is not None else None
+        if target is not None:
+            assert slot is not None
+            await self._into_slot(block, slot, weights, target)
+
+    async def _into_slot(self, block: Block, slot: Slot, source: memoryview, target: Target) -> None:
+        if target.view is not None:
+            await self._background.wait(ctypes.memmove, target.tensor.data_ptr(), address_of(source), source.nbytes)
+            return
+        span = self._timeline.span(COPY_IN, block.name, "weight", source.nbytes)
+        event = self._device.copy_in(target.tensor, tensor_of(source), slot.free_after, span)
+        self._counters.bytes_copied_in += source.nbytes
+        await self._background.wait(event.synchronize)

@@ -28,6 +28,8 @@ CHUNK_NUMEL_MAX = 1 << 20
 STAGING_SLABS = 4
 SLOTS_DEFAULT_MAX = 4
 GRADIENT_SLOTS = 2
+GRADIENT_SLOTS_MAX = 8
+"""With updates inside backward, gradients wait in slots for their updates, which may go on during the next forward."""
 
 
 @dataclass
@@ -126,6 +128,11 @@ def place(
     gradient_bytes, gradient_count = _choose_gradient_slots(plans, unified, device)
     if slot_count and slot_bytes:
         slot_count = _grow_slots(plans, slot_bytes, slot_count, unified, device)
+    if policy.update_in_backward:
+        wanted = min(GRADIENT_SLOTS_MAX, sum(plan.trainable for plan in plans))
+        while gradient_bytes and gradient_count < wanted and gradient_bytes <= device.free_bytes:
+            device.take(gradient_bytes, "a gradient slot")
+            gradient_count += 1
     return Placement(plans, chunk_numel, slab_bytes, slab_count, slot_bytes, slot_count, gradient_bytes, gradient_count)
 
 

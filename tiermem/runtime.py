@@ -188,7 +188,7 @@ class Runtime:
         self.gradients = Gradients(
             self, slot_bytes=placement.gradient_slot_bytes, slot_count=placement.gradient_slot_count
         )
-        self.updates = Updates(self)
+        self.updates = Updates(self, slab_count=placement.slab_count)
         self.values = Values(self)
 
     def _take_over(
@@ -552,7 +552,7 @@ class Runtime:
 
     def _hand_over(self, by_block: dict[Block, ParameterUpdates]) -> None:
         self.counters.steps += 1
-        for block in self._by_next_use(by_block):
+        for block in sorted(by_block, key=lambda block: (self.rank(block), block.index)):
             for held in by_block[block]:
                 held.steps += 1
                 held.updated = True
@@ -562,11 +562,9 @@ class Runtime:
             block.touched = False
         self.gathering.training.end_round()
 
-    def _by_next_use(self, by_block: dict[Block, ParameterUpdates]) -> list[Block]:
-        order = {index: position for position, index in enumerate(self.gathering.training.first_uses())}
-        return sorted(
-            by_block, key=lambda block: (order.get(block.index, -1 if block.resident else len(order)), block.index)
-        )
+    def rank(self, block: Block) -> int:
+        """When the next round needs the block's new weights, among all blocks: those that stay on the device first."""
+        return -1 if block.resident else self.gathering.training.rank(block.index)
 
     def skip(self, culprit: str) -> None:
         """Count a step that changes nothing because the gradient of ``culprit`` is not finite."""

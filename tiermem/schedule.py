@@ -7,16 +7,22 @@ another order is only slower: the position is found again at the next gather tha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class Schedule:
     def __init__(self) -> None:
         self._recorded: list[int] = []  # the last complete round
         self._round: list[int] = []  # the round being recorded
+        self._ranks: dict[int, int] = {}  # block: its place among the first uses of the newest round
         self._position = 0  # in _recorded: where the next gather is expected
 
     def note(self, block: int) -> None:
         """``block`` is needed now."""
+        if not self._round:
+            self._ranks = {}
         self._round.append(block)
+        self._ranks.setdefault(block, len(self._ranks))
         recorded = self._recorded
         if not recorded:
             return
@@ -34,17 +40,15 @@ class Schedule:
             self._recorded, self._round = self._round, []
         self._position = 0
 
-    def upcoming(self, count: int) -> list[int]:
-        """The next ``count`` different blocks, soonest first; past the end of the round it starts again."""
-        found: list[int] = []
+    def upcoming(self) -> Iterator[int]:
+        """All recorded blocks, each once, soonest first; past the end of the round it starts again."""
+        found: set[int] = set()
         recorded = self._recorded
         for step in range(len(recorded)):
             block = recorded[(self._position + step) % len(recorded)]
             if block not in found:
-                found.append(block)
-                if len(found) >= count:
-                    break
-        return found
+                found.add(block)
+                yield block
 
     def distance(self, block: int) -> int:
         """Gathers until ``block`` is needed; a block that the recording does not know is farthest."""
@@ -54,6 +58,7 @@ class Schedule:
                 return step
         return len(recorded)
 
-    def first_uses(self) -> list[int]:
-        """Blocks by first use in the round that is ending: the order in which the next one will need them."""
-        return list(dict.fromkeys(self._round or self._recorded))
+    def rank(self, block: int) -> int:
+        """Of ``block`` by first use in the newest round: the order in which the next one will need them. A block that
+        it did not use is last."""
+        return self._ranks.get(block, len(self._ranks))

@@ -39,6 +39,8 @@ class Slot:
         self.loaded: Event = DONE
         self.free_after: Event = DONE
         """The compute that last read the slot."""
+        self.missing: dict[int, Target] | None = None
+        """By index, the chunks that a load which waits for its block's update has not got from there; on the loop."""
         self.ahead = False  # loaded, or loading, for a gather to come
         self.taken = 0  # when the slot was last taken or used, in gathers
         self._storage = self.buffer.untyped_storage()

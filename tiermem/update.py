@@ -1,8 +1,9 @@
 """The optimizer's work, in the background: swap in, kernel, swap out, for one chunk after another.
 
-``submit`` hands over a block; its future is done when the new weights and states are where they rest. Blocks are
-worked on in the order in which they are handed over, chunks of different blocks overlap, and their number at any time
-is bounded by the staging slabs. A block whose planes are all in HOST is one kernel call.
+``submit`` hands over a block; its future is done when the new weights and states are where they rest. The block
+that the next forward needs first goes first, chunks of different blocks overlap, and their number at any time is
+bounded by the staging slabs. New weights go to the slot that waits for them as well as to DISK. A block whose planes
+are all in HOST is one kernel call.
 
 Cost per parameter of a bf16 block: 26 bytes of memory traffic; on DISK 10 bytes read and written for states, 2 and 2
 for weights, 2 read for gradients.
@@ -28,6 +29,7 @@ from tiermem.slab import Slab
 from tiermem.store import Record
 from tiermem.timeline import COPY_IN, COPY_OUT
 from tiermem.transfer import all_of, swap_in_or_zero, tensor_of
+from tiermem.turns import Turns
 
 if TYPE_CHECKING:
     from tiermem.gradients import GradientSlot
@@ -125,9 +127,12 @@ class _Extents:
 class Updates:
     """The pipeline of one runtime."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, *, slab_count: int) -> None:
         self._runtime = runtime
-        self._turn = asyncio.Lock()  # blocks take their slabs in the order in which they were handed over
+        self._turns = Turns()  # blocks take their slabs one after the other
+        # Chunks that swap in together would compute together and swap out together. With half of the slabs at most
+        # reading, the disk reads and writes at the same time, which moves more.
+        self._reading = asyncio.Semaphore(max(1, slab_count // 2))
 
     def submit(self, block: Block, updates: ParameterUpdates, slot: GradientSlot | None = None) -> Future[None]:
         """Start updating ``block``, whose weights are shown in no slot, with its settled gradients or with those in
@@ -140,7 +145,9 @@ class Updates:
         for chunk, runs in plans:
             extents = self._in_memory(block, chunk, slot)
             if extents is None:
-                return self._runtime.background.submit(self._update(block, plans, slot, self._runtime.device.mark()))
+                rank = self._runtime.rank(block)
+                mark = self._runtime.device.mark()
+                return self._runtime.background.submit(self._update(block, plans, slot, mark, rank))
             tasks += _tasks(chunk, runs, extents)
         # Nothing to move: one call in the kernel thread, without the event loop between.
         return self._runtime.background.start_kernel(
@@ -154,10 +161,15 @@ class Updates:
         self._upload(block, read)
 
     async def _update(
-        self, block: Block, plans: Sequence[tuple[ChunkHome, list[Run]]], gradients: GradientSlot | None, read: Event
+        self,
+        block: Block,
+        plans: Sequence[tuple[ChunkHome, list[Run]]],
+        gradients: GradientSlot | None,
+        read: Event,
+        rank: int,
     ) -> None:
         work = []
-        async with self._turn:
+        async with self._turns.turn(rank):
             for chunk, runs in plans:
                 extents = self._in_memory(block, chunk, gradients)
                 if extents is not None:
@@ -230,7 +242,8 @@ class Updates:
                 reads.append(self._fetch_gradient(block, chunk, slot, slab.view[grad_start:], read))
                 wide = slot is None and chunk.gradient_is_wide
                 gradient = slab.address + grad_start, F32 if wide else _code(chunk)
-            await all_of(reads)
+            async with self._reading:
+                await all_of(reads)
             state_address = chunk.state.data_ptr() if isinstance(chunk.state, torch.Tensor) else slab.address
             weight_address = slab.address + layout.state_bytes
             if block.plane is not None:
@@ -241,6 +254,7 @@ class Updates:
                 writes.append(chunk.state.swap_out(state))
             if chunk.weight is not None:
                 writes.append(chunk.weight.swap_out(weight))
+                writes.append(self._runtime.gathering.deliver(block, layout, weight))
             await all_of(writes)
         finally:
             slab.give_back()
