@@ -1,156 +1,167 @@
-"""A training step of a 218 M parameter llama: plain torch, and tiermem with everything on HOST and on DISK.
+"""A training step of a 218 M parameter llama: plain torch, tiermem in several placements, DeepSpeed, and their bounds.
 
 bf16, activation checkpointing, clipping, AdamW on fp32 masters. Each runs in a process of its own, one after the other,
-in several rounds; figures are medians over all timed steps.
+in several rounds; figures are medians over all timed steps. The bounds are measured in the same run: computing alone
+(the plain loop without its optimizer), updating alone (all states in memory, nothing beside it), and the disk alone
+(the bytes of a step at the speed of the disk when it reads and writes at the same time).
 
-    python bench/bench_step.py [--disk DIR] [--rounds N] [--steps N]
+    python bench/bench_step.py [--disk DIR] [--rounds N] [--steps N] [--length N] [--only NAME,...]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+import subjects
+import torch
 from common import console, print_machine, run_child, spread, table, verdict
 
-SUBJECTS = ("plain", "host", "disk")
-STEP_LIMIT = 1.1
+HOST_LIMIT = 0.8
 """On HOST a step may take this many times plain torch's."""
+BOUND_LIMIT = 1.15
+"""With anything on DISK, this many times the busiest resource's time."""
+DEEPSPEED_SPEED, DEEPSPEED_MEMORY = 2.2, 0.6
+"""On HOST: times its speed, at least, with this share of its peak memory, at most."""
 
-LR, CLIP = 1e-4, 1.0
+Runs = dict[str, list[dict[str, Any]]]
+
+TITLES = {
+    "plain": "plain torch",
+    "deepspeed": "DeepSpeed ZeRO-3, all in CPU memory",
+    "host": "tiermem, all on HOST",
+    "half": "tiermem, half of the states on DISK",
+    "disk": "tiermem, all on DISK",
+    "disk-eager": "  update_in_backward, no clipping",
+    "disk-serial": "  one thing after another",
+}
 
 
 def main() -> None:
     options = _arguments()
     if options.child:
-        print(json.dumps(_child(options)))
+        print(json.dumps(subjects.run(options)))
         return
     print_machine()
+    names = [*options.only, *(["stream"] if any(_on_disk(name) for name in options.only) else [])]
     with tempfile.TemporaryDirectory(prefix="tiermem-bench-", dir=options.disk) as disk:
-        results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only}
+        runs: Runs = {name: [] for name in names}
         for number in range(options.rounds):
-            for name in options.only:
+            for name in names:
                 console.print(f"round {number + 1}/{options.rounds}: {name} ...")
-                results[name].append(run_child(__file__, _child_arguments(options, name, disk)))
-    _print(results, options)
+                runs[name].append(run_child(__file__, _child_arguments(options, name, disk)))
+    stream = runs.pop("stream", [])
+    _print_steps(runs, options)
+    if "plain" in runs:
+        _print_host(runs)
+        if stream:
+            _print_bounds(runs, statistics.median(run["bytes_per_second"] for run in stream))
 
 
-def _print(results: dict[str, list[dict[str, Any]]], options: argparse.Namespace) -> None:
-    seconds = {name: [s for run in runs for s in run["seconds"]] for name, runs in results.items()}
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    peaks = {name: max(run["peak_bytes"] for run in runs) for name, runs in results.items()}
-    above = {name: max(run["peak_bytes"] - run["baseline_bytes"] for run in runs) for name, runs in results.items()}
+def _on_disk(name: str) -> bool:
+    return name in subjects.TIERED and name != "host"
 
-    def ratio(values: dict[str, float], name: str) -> str:
-        return f"{values[name] / values['plain']:.2f}" if "plain" in values else ""
 
+def _median(runs: Runs, name: str, phase: str | None = None) -> float:
+    """Seconds of a whole step, or of one phase."""
+    return statistics.median(s for run in runs[name] for s in (run["phases"][phase] if phase else run["seconds"]))
+
+
+def _peak_bytes(runs: Runs, name: str) -> int:
+    return max(run["peak_bytes"] for run in runs[name])
+
+
+def _above_bytes(runs: Runs, name: str) -> int:
+    return max(run["peak_bytes"] - run["baseline_bytes"] for run in runs[name])
+
+
+def _print_steps(runs: Runs, options: argparse.Namespace) -> None:
+    def of_plain(value: float, plain: float | None) -> str:
+        return "" if plain is None else f"{value / plain:.2f}"
+
+    plain = _median(runs, "plain") if "plain" in runs else None
+    plain_above = _above_bytes(runs, "plain") if "plain" in runs else None
     rows = [
         [
-            "plain torch" if name == "plain" else f"tiermem, all on {name.upper()}",
-            spread(seconds[name]),
-            ratio(medians, name),
-            f"{peaks[name] / 1e9:.2f}",
-            f"{above[name] / 1e9:.2f}",
-            ratio(above, name),
-            f"{results[name][-1]['losses'][-1]:.4f}",
+            TITLES[name],
+            spread([seconds for run in runs[name] for seconds in run["seconds"]]),
+            of_plain(_median(runs, name), plain),
+            f"{_peak_bytes(runs, name) / 1e9:.2f}",
+            f"{_above_bytes(runs, name) / 1e9:.2f}",
+            of_plain(_above_bytes(runs, name), plain_above),
+            f"{runs[name][-1]['losses'][-1]:.4f}",
         ]
-        for name in results
+        for name in runs
     ]
-    shown = f"llama {options.size}, bf16, batch {options.batch} x {options.length} tokens, "
-    shown += f"{len(next(iter(seconds.values())))} steps each"
-    columns = ["", "s per step", "ratio", "peak GB", "above imports", "ratio", "last loss"]
-    table(shown, columns, rows)
-    for name, runs in results.items():
-        if runs[-1]["kernels"]:
-            console.print(
-                f"{name}: {runs[-1]['kernels']}, engine {runs[-1]['engine'] or 'none'}, "
-                f"disk per step {runs[-1]['disk_bytes_per_step'] / 1e9:.2f} GB"
-            )
-    if {"plain", "host"} <= results.keys():
-        verdict("step on HOST / plain torch", medians["host"] / medians["plain"], STEP_LIMIT)
-        verdict("peak above imports on HOST / plain torch", above["host"] / above["plain"], 1.0)
-
-
-def _child(options: argparse.Namespace) -> dict[str, Any]:
-    import llama
-    import torch
-    from transformers import LlamaForCausalLM  # noqa: F401  counted in the baseline, not in the peak above it
-
-    import tiermem
-    from tiermem.process import peak_memory_bytes, return_freed_tensors
-
-    return_freed_tensors()  # for all subjects alike: what is measured is what they hold, not holes in the heap
-    device = torch.device("cpu")
-    model = llama.build(options.size)
-    baseline_bytes = peak_memory_bytes()
-    if options.child == "plain":
-        llama.materialise(model, device)
-        llama.initialise(model, offloaded=False)
-        optimizer: Any = llama.PlainAdamW(model, LR, CLIP)
-    else:
-        on_disk = options.child == "disk"
-        memory = tiermem.Memory(
-            device=options.device_memory,
-            host=options.host_memory if on_disk else None,
-            disk=options.disk if on_disk else None,
+    steps = sum(len(run["seconds"]) for run in next(iter(runs.values())))
+    shown = f"llama {options.size}, bf16, batch {options.batch} x {options.length} tokens, {steps} steps each"
+    table(shown, ["", "s per step", "ratio", "peak GB", "above imports", "ratio", "last loss"], rows)
+    for name in (name for name in runs if name in subjects.TIERED):
+        last = runs[name][-1]
+        console.print(
+            f"{name}: {last['kernels']}, engine {last['engine'] or 'none'}, disk per step "
+            f"{last['disk_bytes'] / 1e9:.2f} GB, {last['states_in_host']:.0%} of the states in HOST"
         )
-        policy = tiermem.Policy(weights=tiermem.Tier(options.child), states=tiermem.Tier(options.child))
-        model = tiermem.offload(model, memory=memory, policy=policy, device=device)
-        llama.initialise(model, offloaded=True)
-        optimizer = tiermem.AdamW(model.parameters(), lr=LR)
-    seconds, losses = [], []
-    steps = options.warmup + options.steps
-    bytes_before = 0
-    for index, tokens in enumerate(llama.batches(options.size, steps, (options.batch, options.length), device)):
-        start = time.perf_counter()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        if options.child != "plain":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        if options.child != "plain":
-            optimizer.zero_grad()
-        losses.append(loss.item())
-        seconds.append(time.perf_counter() - start)
-        if index == options.warmup - 1 and options.child != "plain":
-            bytes_before = _disk_bytes(
-                model
-            )  # waits for the updates in flight: the first timed step has none to wait for
-            seconds.clear()
-        elif index == options.warmup - 1:
-            seconds.clear()
-    result = {"seconds": seconds, "losses": losses, "peak_bytes": peak_memory_bytes(), "baseline_bytes": baseline_bytes}
-    if options.child == "plain":
-        return {**result, "kernels": None, "engine": None, "disk_bytes_per_step": 0}
-    start = time.perf_counter()
-    tiermem.synchronize(model)
-    # The last step's updates, which no next forward hides, are shared out over all steps.
-    left = (time.perf_counter() - start) / len(seconds)
-    report = tiermem.report(model)
-    return {
-        **result,
-        "seconds": [value + left for value in seconds],
-        "kernels": report.kernels,
-        "engine": report.engine,
-        "disk_bytes_per_step": (_disk_bytes(model) - bytes_before) / len(seconds),
-    }
 
 
-def _disk_bytes(model: Any) -> int:
-    import tiermem
+def _print_host(runs: Runs) -> None:
+    if "host" not in runs:
+        return
+    verdict("step on HOST / plain torch", _median(runs, "host") / _median(runs, "plain"), HOST_LIMIT)
+    verdict("peak above imports on HOST / plain torch", _above_bytes(runs, "host") / _above_bytes(runs, "plain"), 1.0)
+    if "deepspeed" in runs:
+        ratio = _median(runs, "host") / _median(runs, "deepspeed")
+        verdict(f"step on HOST / DeepSpeed (its speed x {1 / ratio:.2f})", ratio, 1 / DEEPSPEED_SPEED)
+        memory = _peak_bytes(runs, "host") / _peak_bytes(runs, "deepspeed")
+        verdict("peak memory on HOST / DeepSpeed", memory, DEEPSPEED_MEMORY)
 
-    report = tiermem.report(model)
-    return report.bytes_read + report.bytes_written
+
+def _print_bounds(runs: Runs, disk_speed: float) -> None:
+    forward, backward = _median(runs, "plain", "forward"), _median(runs, "plain", "backward")
+    update = statistics.median(s for run in runs["host"] for s in run["update"]) if "host" in runs else 0.0
+    rows, verdicts = [], []
+    for name in (name for name in runs if _on_disk(name)):
+        moved = statistics.median(run["disk_bytes"] for run in runs[name])
+        in_backward = statistics.median(run["disk_bytes_in_backward"] for run in runs[name])
+        disk = moved / disk_speed
+        largest = max(forward + backward, update, disk)
+        # With clipping no update may begin before backward has ended.
+        clipped = max(backward, in_backward / disk_speed)
+        clipped += max(forward, update, (moved - in_backward) / disk_speed)
+        step = _median(runs, name)
+        bound = largest if name == "disk-eager" else clipped
+        rows.append(
+            [
+                TITLES[name].strip(),
+                f"{forward + backward:.3f}",
+                f"{update:.3f}",
+                f"{moved / 1e9:.2f} GB, {disk:.3f}",
+                f"{step:.3f}",
+                f"{step / largest:.2f}",
+                f"{step / bound:.2f}",
+            ]
+        )
+        if name != "disk-serial":
+            verdicts.append((f"{TITLES[name].strip()}: step / largest", step / largest))
+            if bound is clipped:
+                verdicts.append((f"{TITLES[name].strip()}: step / (backward + largest of the rest)", step / clipped))
+    columns = ["seconds", "compute alone", "update alone", "disk alone", "step", "/ largest", "/ own bound"]
+    table(f"bounds; the disk reads and writes {disk_speed / 1e9:.2f} GB/s at the same time", columns, rows)
+    for what, value in verdicts:
+        verdict(what, value, BOUND_LIMIT)
+    if {"host", "half", "disk"} <= runs.keys():
+        seconds = [_median(runs, name) for name in ("host", "half", "disk")]
+        console.print("half lies between HOST and DISK: " + ("yes" if seconds == sorted(seconds) else "[red]no[/]"))
 
 
 def _child_arguments(options: argparse.Namespace, name: str, disk: str) -> list[str]:
     arguments = ["--child", name, "--disk", disk]
-    for key in ("size", "batch", "length", "steps", "warmup", "host_memory", "device_memory"):
+    for key in ("size", "batch", "length", "steps", "warmup", "host_memory", "device_memory", "threads"):
         arguments += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
     return arguments
 
@@ -166,9 +177,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--host-memory", default="512MiB", help="host budget when all is on DISK")
     parser.add_argument("--device-memory", default="512MiB", help="device budget; on a CPU this is process memory too")
-    parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument("--child", choices=SUBJECTS, help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch and of the updates")
+    parser.add_argument("--only", type=lambda names: names.split(","), help=f"of {'; '.join(subjects.SUBJECTS)}")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.only is None:
+        options.only = [n for n in subjects.SUBJECTS if n != "deepspeed" or importlib.util.find_spec("deepspeed")]
     if not options.disk.is_dir():
         parser.error(f"{options.disk.absolute()} is not a directory")
     return options

@@ -77,6 +77,10 @@ def test_any_order_gives_different_known_blocks(recorded: list[int], seen: list[
     replay(schedule, recorded)
     for block in seen:
         schedule.note(block)
+    for block in range(8):
+        ahead = [(schedule._position + step) % len(recorded) for step in range(len(recorded))]
+        expected = next((step for step, at in enumerate(ahead) if recorded[at] == block), len(recorded))
+        assert schedule.distance(block) == expected
     upcoming = soonest(schedule, count)
     assert len(upcoming) == len(set(upcoming)) == min(count, len(set(recorded)))
     assert [schedule.distance(block) for block in upcoming] == sorted(schedule.distance(block) for block in upcoming)

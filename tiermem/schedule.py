@@ -7,12 +7,14 @@ another order is only slower: the position is found again at the next gather tha
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 
 class Schedule:
     def __init__(self) -> None:
         self._recorded: list[int] = []  # the last complete round
+        self._uses: dict[int, list[int]] = {}  # block: its places in _recorded
         self._round: list[int] = []  # the round being recorded
         self._ranks: dict[int, int] = {}  # block: its place among the first uses of the newest round
         self._position = 0  # in _recorded: where the next gather is expected
@@ -38,6 +40,9 @@ class Schedule:
         """The optimizer steps: what was seen since the last time is what to expect next time."""
         if self._round:
             self._recorded, self._round = self._round, []
+            self._uses = {}
+            for position, block in enumerate(self._recorded):
+                self._uses.setdefault(block, []).append(position)
         self._position = 0
 
     def upcoming(self) -> Iterator[int]:
@@ -52,11 +57,11 @@ class Schedule:
 
     def distance(self, block: int) -> int:
         """Gathers until ``block`` is needed; a block that the recording does not know is farthest."""
-        recorded = self._recorded
-        for step in range(len(recorded)):
-            if recorded[(self._position + step) % len(recorded)] == block:
-                return step
-        return len(recorded)
+        uses = self._uses.get(block)
+        if uses is None:
+            return len(self._recorded)
+        later = bisect_left(uses, self._position)
+        return (uses[later] if later < len(uses) else uses[0] + len(self._recorded)) - self._position
 
     def rank(self, block: int) -> int:
         """Of ``block`` by first use in the newest round: the order in which the next one will need them. A block that
