@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.layout import ParameterSpec
 from tiermem.memory import Budget
-from tiermem.placement import Placement, extent_class, place
+from tiermem.placement import (
+    GRADIENT_SLOTS,
+    GRADIENT_SLOTS_MAX,
+    SLOTS_DEFAULT_MAX,
+    Placement,
+    extent_class,
+    place,
+)
 from tiermem.policy import Policy, Tier
 
 MIB = 1 << 20
@@ -43,7 +52,7 @@ def test_all_in_host_where_it_fits() -> None:
     placement, _, _ = decide([100_000] * 4, host=64 * MIB)
     assert {plan.home for plan in placement.blocks} == {Tier.HOST}
     assert {plan.states_home for plan in placement.blocks} == {Tier.HOST}
-    assert placement.slot_count == 0
+    assert placement.slots == []
 
 
 def test_weights_go_to_host_before_gradients_and_states() -> None:
@@ -81,14 +90,28 @@ def test_the_first_blocks_stay_on_an_accelerator_that_has_room() -> None:
     assert homes[0] is Tier.DEVICE
     assert homes[-1] is Tier.HOST
     assert homes == sorted(homes, key=[Tier.DEVICE, Tier.HOST].index)
-    assert placement.slot_count >= 2
+    assert len(placement.slots) >= 2
     assert device.used_bytes <= device.limit_bytes
 
 
 def test_a_model_that_fits_the_accelerator_needs_no_slots() -> None:
     placement, _, _ = decide([500_000] * 4, host=256 * MIB, device=64 * MIB, unified=False)
     assert {plan.home for plan in placement.blocks} == {Tier.DEVICE}
-    assert placement.slot_count == 0
+    assert placement.slots == []
+
+
+def test_slots_are_as_large_as_the_largest_blocks_and_no_larger() -> None:
+    sizes = [40_960, 4_096, 409_600, 8_192, 4_096, 409_600, 16_384]  # elements of bf16: whole pages
+    bytes_of = sorted((2 * numel for numel in sizes), reverse=True)
+    policy = Policy(chunk_numel=4096, weights="host")
+    placement, _, _ = decide(sizes, host=64 * MIB, unified=False, policy=policy)
+    assert placement.slots == bytes_of[:SLOTS_DEFAULT_MAX]
+    assert placement.gradient_slots == bytes_of[:GRADIENT_SLOTS]
+    placement, _, _ = decide(sizes, host=64 * MIB, unified=False, policy=policy, nesting=3)
+    assert placement.slots == [bytes_of[0]] * 3 + bytes_of[3:SLOTS_DEFAULT_MAX]
+    eager = replace(policy, update_in_backward=True)
+    placement, _, _ = decide(sizes, host=64 * MIB, unified=False, policy=eager)
+    assert placement.gradient_slots == bytes_of[:GRADIENT_SLOTS_MAX]
 
 
 SIZES = st.lists(st.integers(1, 300_000), min_size=1, max_size=12)
@@ -114,8 +137,7 @@ def test_budgets_hold_whatever_is_asked(
         return
     blocks = placement.blocks
     in_host = placement.slab_bytes * placement.slab_count
-    on_device = placement.slot_bytes * placement.slot_count
-    on_device += placement.gradient_slot_bytes * placement.gradient_slot_count
+    on_device = sum(placement.slots) + sum(placement.gradient_slots)
     for plan in blocks:
         weight = plan.layout.weight_bytes
         on_device += weight if plan.home is Tier.DEVICE else 0
@@ -123,7 +145,7 @@ def test_budgets_hold_whatever_is_asked(
         in_host += plan.gradient_plane_bytes
         in_host += sum(plan.layout.chunks[index].state_bytes for index in plan.host_states)
         slotted = plan.home is Tier.DISK or (plan.home is Tier.HOST and not unified)
-        assert not slotted or weight <= placement.slot_bytes
+        assert not slotted or weight <= min(placement.slots[:nesting])
         assert has_disk or Tier.DISK not in (plan.home, plan.states_home, plan.gradients_home)
     assert in_host == host_budget.used_bytes <= host_budget.limit_bytes
     assert on_device == device_budget.used_bytes <= device_budget.limit_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from models import Stack
 from reference import ON_DISK, SPREAD, Placement, Plain, Tiered, assert_same_bits, run_tiered, train
 from test_simulated import PLACEMENTS, Simulated
+from torch import nn
 
 import tiermem
 
@@ -37,6 +39,45 @@ def test_and_on_a_simulated_accelerator(placement: Placement, tmp_path: Path) ->
     script(lib)
     assert_same_bits(lib.outcome(), reference)
     lib.close()
+
+
+HOST_AND_DISK = Placement("host", "disk", 4096, "threads", "auto", 1)
+
+
+class Uneven(nn.Module):
+    """Blocks of many sizes: not every one fits every slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (8, 200, 8, 16, 120, 16, 40, 8, 200)
+        self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+        return hidden
+
+    def inputs(self, lib: Plain | Tiered) -> tuple[torch.Tensor, ...]:
+        return (lib.randn(5, 8),)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["after backward", "in backward"])
+@pytest.mark.parametrize("device", ["32KiB", "48KiB", "96KiB"])
+def test_slots_of_many_sizes_give_the_same_bits(device: str, eager: bool, tmp_path: Path) -> None:
+    def uneven(lib: Plain | Tiered) -> None:
+        model = lib.offload(Uneven())
+        train(lib, model, lib.AdamW(model.parameters(), lr=3e-3), steps=4)
+
+    reference = run_tiered(uneven, ON_DISK, tmp_path / "ample")
+    policy = {"update_in_backward": eager, "blocks": [nn.Linear]}
+    for lib in (
+        Tiered(ON_DISK, tmp_path / "disk", memory={"device": device}, policy=policy),
+        Simulated(HOST_AND_DISK, tmp_path / "simulated", memory={"device": device}, policy=policy),
+    ):
+        torch.manual_seed(7)
+        uneven(lib)
+        assert_same_bits(lib.outcome(), reference)
+        lib.close()
 
 
 def test_parameters_without_a_gradient_are_left_alone(tmp_path: Path) -> None:

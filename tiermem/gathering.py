@@ -179,15 +179,15 @@ class Gathering:
 
     def _choose(self, block: Block) -> Slot:
         """The slot whose loss costs least, ready to be taken."""
-        pool = self.slots
-        slot = pool.idle()
+        pool, nbytes = self.slots, block.layout.weight_bytes
+        slot = pool.idle(nbytes)
         if slot is None:
-            slot = self._farthest(pool.released())
-        if slot is None and (unheld := pool.unheld()):
+            slot = self._farthest(pool.released(nbytes))
+        if slot is None and (unheld := pool.unheld(nbytes)):
             slot = unheld[0]
             assert slot.block is not None
             self._unpoint(slot.block)
-        if slot is None and (loading := pool.loading()):
+        if slot is None and (loading := pool.loading(nbytes)):
             slot = loading[-1]
             self._settle_load(slot)
         if slot is None:
@@ -217,9 +217,10 @@ class Gathering:
             block = self._blocks[index]
             if block.device_plane is not None or block.slot is not None:
                 continue
-            slot = self.slots.idle()
+            nbytes = block.layout.weight_bytes
+            slot = self.slots.idle(nbytes)
             if slot is None:
-                slot = self._farthest(self.slots.released())
+                slot = self._farthest(self.slots.released(nbytes))
                 if (
                     slot is None
                     or slot.block is None

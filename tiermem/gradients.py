@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
@@ -29,7 +29,6 @@ from tiermem.handles import GradientHandle
 from tiermem.interrupts import uninterrupted
 from tiermem.kernels.abi import BF16, F32, AccumulateTask
 from tiermem.layout import PAGE_BYTES, GradientPlane, round_up
-from tiermem.placement import GRADIENT_SLOTS
 from tiermem.planes import TRAINABLE_CODES, Block, ChunkHome, Held, held_of
 from tiermem.policy import Tier
 from tiermem.timeline import COPY_OUT
@@ -87,9 +86,34 @@ class GradientSlot:
     """A device buffer for one block's narrow gradients until they are flushed."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
+        self.nbytes = nbytes
         self.buffer = device.empty(nbytes)
         self.arrivals: dict[Held, float | None] = {}
         """Held parameters whose gradient is here, with the factor of what it is to be added to; ``None``: nothing."""
+
+
+class GradientSlots:
+    """The slots, of the sizes (bytes) that the placement chose. Taken by the main thread, given back by any."""
+
+    def __init__(self, device: Device, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self._lock = threading.Lock()
+        self._free = [GradientSlot(device, nbytes) for nbytes in sizes]
+
+    def has(self, nbytes: int) -> bool:
+        with self._lock:
+            return any(slot.nbytes >= nbytes for slot in self._free)
+
+    def take(self, nbytes: int) -> GradientSlot:
+        """The smallest free slot that fits. There is one."""
+        with self._lock:
+            slot = min((slot for slot in self._free if slot.nbytes >= nbytes), key=lambda slot: slot.nbytes)
+            self._free.remove(slot)
+            return slot
+
+    def give_back(self, slot: GradientSlot) -> None:
+        with self._lock:
+            self._free.append(slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +132,10 @@ class _Arrival:
 class Gradients:
     """All gradients of one runtime."""
 
-    def __init__(self, runtime: Runtime, *, slot_bytes: int, slot_count: int) -> None:
+    def __init__(self, runtime: Runtime, slots: Sequence[int]) -> None:
         self._runtime = runtime
         self._device = runtime.device
-        self._slot_bytes = slot_bytes
-        self._slot_count = slot_count
-        self._free = deque(GradientSlot(self._device, slot_bytes) for _ in range(slot_count))
+        self._slots = GradientSlots(self._device, slots)
         self._scalar: tuple[Any, int, float] | None = None
 
     # Arrival, on the thread that runs backward.
@@ -200,9 +222,9 @@ class Gradients:
             self._start_flush(block)
         if gradients.slot is None:
             self._settle(block)  # its plane and its old handles are then what they say
-            self._wait_for_slot()
+            self._wait_for_slot(gradients.narrow.nbytes)
             with uninterrupted():
-                gradients.slot = self._free.popleft()
+                gradients.slot = self._slots.take(gradients.narrow.nbytes)
         slot = gradients.slot
         place = block.layout.slices[held.index]
         offset = gradients.narrow.offset(place.section, place.start)
@@ -218,10 +240,10 @@ class Gradients:
             self._device.copy_within(target, flat)
         slot.arrivals[held] = factor
 
-    def _wait_for_slot(self) -> None:
-        """Return when a slot is free: flush what is open, if nothing is on its way, and wait for the flush that began
-        first."""
-        while not self._free:
+    def _wait_for_slot(self, nbytes: int) -> None:
+        """Return when a slot of that size is free: flush what is open, if nothing is on its way, and wait for the flush
+        that ends first."""
+        while not self._slots.has(nbytes):
             flushing = [block for block in self._runtime.blocks if block.gradients.flush is not None]
             if not flushing:
                 block = next(block for block in self._runtime.blocks if block.gradients.slot is not None)
@@ -272,7 +294,7 @@ class Gradients:
     def give_back(self, slot: GradientSlot) -> None:
         """The slot's gradients have been used. From any thread."""
         slot.arrivals.clear()
-        self._free.append(slot)
+        self._slots.give_back(slot)
 
     @staticmethod
     def _plan(block: Block, chunk: ChunkHome, slot: GradientSlot) -> list[_Arrival]:
@@ -652,15 +674,14 @@ class Gradients:
         return handle if handle is not None and held.parameter.grad is handle else None
 
     def grow_slots(self, nbytes: int) -> None:
-        """Slots for a block whose gradients became larger (a parameter was unfrozen)."""
-        if nbytes <= self._slot_bytes:
+        """A slot for a block whose gradients became larger (a parameter was unfrozen)."""
+        largest = max(self._slots.sizes, default=0)
+        if nbytes <= largest:
             return
         self.settle()
-        count = self._slot_count or GRADIENT_SLOTS
-        self._runtime.take_slot_bytes(nbytes * count - self._slot_bytes * self._slot_count, "gradient slots")
-        self._slot_count = count
-        self._slot_bytes = nbytes
-        self._free = deque(GradientSlot(self._device, nbytes) for _ in range(self._slot_count))
+        self._runtime.take_slot_bytes(nbytes - largest, "a gradient slot")
+        sizes = sorted(self._slots.sizes, reverse=True)
+        self._slots = GradientSlots(self._device, [nbytes, *sizes[1:]])
 
 
 def _dtype(block: Block, chunk: ChunkHome) -> torch.dtype:

@@ -65,10 +65,9 @@ class Placement:
     chunk_numel: int
     slab_bytes: int
     slab_count: int  # 0: nothing is staged
-    slot_bytes: int
-    slot_count: int
-    gradient_slot_bytes: int
-    gradient_slot_count: int
+    slots: list[int]
+    """Bytes of each weight slot, largest first."""
+    gradient_slots: list[int]
 
 
 def slab_bytes_for(chunk_numel: int, moment_format: MomentFormat, moments: int = MOMENTS_PLANNED) -> int:
@@ -124,16 +123,8 @@ def place(
     if not policy.update_in_backward:
         _choose_gradients(plans, has_disk, host)
     _choose_states(plans, policy, has_disk, host)
-    slot_bytes, slot_count = _choose_slots(plans, nesting, unified, device)
-    gradient_bytes, gradient_count = _choose_gradient_slots(plans, unified, device)
-    if slot_count and slot_bytes:
-        slot_count = _grow_slots(plans, slot_bytes, slot_count, unified, device)
-    if policy.update_in_backward:
-        wanted = min(GRADIENT_SLOTS_MAX, sum(plan.trainable for plan in plans))
-        while gradient_bytes and gradient_count < wanted and gradient_bytes <= device.free_bytes:
-            device.take(gradient_bytes, "a gradient slot")
-            gradient_count += 1
-    return Placement(plans, chunk_numel, slab_bytes, slab_count, slot_bytes, slot_count, gradient_bytes, gradient_count)
+    slots, gradient_slots = _choose_slots(plans, policy, nesting, unified, device)
+    return Placement(plans, chunk_numel, slab_bytes, slab_count, slots, gradient_slots)
 
 
 def _in_slots(plan: BlockPlan, unified: bool) -> bool:
@@ -223,42 +214,48 @@ def _choose_states(plans: list[BlockPlan], policy: Policy, has_disk: bool, host:
         plan.host_states = frozenset(kept)
 
 
-def _choose_slots(plans: list[BlockPlan], nesting: int, unified: bool, device: Budget) -> tuple[int, int]:
-    gathered = [plan for plan in plans if _in_slots(plan, unified)]
-    if not gathered:
-        return 0, 0
-    largest = max(gathered, key=lambda plan: plan.layout.weight_bytes)
-    count = min(nesting, len(gathered))
-    nbytes = largest.layout.weight_bytes
-    device.take(
-        count * nbytes,
-        f"{count} weight slot{'s' if count > 1 else ''} for the largest block, {largest.name} "
-        f"({format_bytes(nbytes)}),",
-    )
-    return nbytes, count
+def _choose_slots(
+    plans: list[BlockPlan], policy: Policy, nesting: int, unified: bool, device: Budget
+) -> tuple[list[int], list[int]]:
+    """Bytes of the weight slots and of the gradient slots. What must be, first; then what lets copies run ahead, as far
+    as the budget goes.
 
-
-def _choose_gradient_slots(plans: list[BlockPlan], unified: bool, device: Budget) -> tuple[int, int]:
+    The weight slots that nesting needs are as large as the largest block, the one gradient slot too: so there is always
+    one that fits. Each further slot is as large as the largest block that would otherwise have none.
+    """
+    gathered = _largest_first([plan for plan in plans if _in_slots(plan, unified)], weights=True)
     staged = [plan for plan in plans if plan.trainable and (not unified or plan.gradients_home is not Tier.HOST)]
-    if not staged:
-        return 0, 0
-    largest = max(staged, key=lambda plan: plan.gradient_bytes)
-    nbytes = largest.gradient_bytes
-    count = GRADIENT_SLOTS if GRADIENT_SLOTS * nbytes <= device.free_bytes else 1
-    device.take(
-        count * nbytes, f"{count} gradient slot{'s' if count > 1 else ''} for the largest block, {largest.name},"
-    )
-    return nbytes, count
+    produced = _largest_first(staged, weights=False)
+    slots: list[int] = []
+    if gathered:
+        count = min(nesting, len(gathered))
+        nbytes, name = gathered[0]
+        what = f"{count} weight slot{'s' if count > 1 else ''} for the largest block, {name} ({format_bytes(nbytes)}),"
+        device.take(count * nbytes, what)
+        slots = [nbytes] * count
+    gradient_slots: list[int] = []
+    if produced:
+        nbytes, name = produced[0]
+        device.take(nbytes, f"a gradient slot for the largest block, {name},")
+        gradient_slots = [nbytes]
+    _add_slots(gradient_slots, produced, GRADIENT_SLOTS, device)
+    _add_slots(slots, gathered, SLOTS_DEFAULT_MAX, device)
+    if policy.update_in_backward:
+        _add_slots(gradient_slots, produced, GRADIENT_SLOTS_MAX, device)
+    return slots, gradient_slots
 
 
-def _grow_slots(plans: list[BlockPlan], slot_bytes: int, count: int, unified: bool, device: Budget) -> int:
-    """More slots than nesting needs let loads run ahead; as many as the budget holds, up to a few."""
-    gathered = sum(1 for plan in plans if _in_slots(plan, unified))
-    wanted = min(gathered, max(count, SLOTS_DEFAULT_MAX))
-    while count < wanted and slot_bytes <= device.free_bytes:
-        device.take(slot_bytes, "a weight slot")
-        count += 1
-    return count
+def _largest_first(plans: list[BlockPlan], *, weights: bool) -> list[tuple[int, str]]:
+    """Bytes that one slot needs for each block, with the block's name."""
+    sizes = [(plan.layout.weight_bytes if weights else plan.gradient_bytes, plan.name) for plan in plans]
+    return sorted(sizes, key=lambda one: -one[0])
+
+
+def _add_slots(slots: list[int], blocks: list[tuple[int, str]], count_max: int, device: Budget) -> None:
+    for nbytes, _ in blocks[len(slots) : count_max]:
+        if 0 < nbytes <= device.free_bytes:
+            device.take(nbytes, "a slot")
+            slots.append(nbytes)
 
 
 def extent_class(nbytes: int) -> int:

@@ -179,15 +179,13 @@ class Runtime:
             pins = [one for one in (pin, self.engine.pin if self.engine is not None else None) if one is not None]
             self._staging = SlabPool(placement.slab_bytes, placement.slab_count, pins)
             self._staging.watch = self.timeline.counter("slabs", placement.slab_count)
-        self._slots = SlotPool(self.device, placement.slot_bytes, placement.slot_count)
-        if placement.slot_count:
-            self._slots.watch = self.timeline.counter("slots", placement.slot_count)
+        self._slots = SlotPool(self.device, placement.slots)
+        if placement.slots:
+            self._slots.watch = self.timeline.counter("slots", len(placement.slots))
         self.gathering = Gathering(
             self.device, self.background, self.blocks, self._slots, self._staging, self.counters, self.timeline
         )
-        self.gradients = Gradients(
-            self, slot_bytes=placement.gradient_slot_bytes, slot_count=placement.gradient_slot_count
-        )
+        self.gradients = Gradients(self, placement.gradient_slots)
         self.updates = Updates(self, slab_count=placement.slab_count)
         self.values = Values(self)
 

@@ -1,12 +1,13 @@
 """Weight slots: the fixed device buffers that gathered blocks stand in.
 
-A slot holds one block's weight plane, or is loading it, or is free. A slot whose block has been released keeps its
+A slot holds one block's weight plane, or is loading it, or is free. Not all are as large as the largest block: an
+embedding can be many times a layer, and no two slots need to hold it. A slot whose block has been released keeps its
 bytes: the block can be gathered again at no cost until the slot is taken for another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -28,10 +29,11 @@ class Target:
 
 
 class Slot:
-    """One buffer on the device, as large as the largest block that is gathered."""
+    """One buffer on the device."""
 
     def __init__(self, device: Device, nbytes: int, index: int) -> None:
         self.index = index
+        self.nbytes = nbytes
         self.buffer = device.empty(nbytes)
         self.block: Block | None = None
         self.load: Future[None] | None = None
@@ -90,13 +92,11 @@ class Slot:
 
 
 class SlotPool:
-    """A fixed number of slots. ``take`` chooses the one whose loss costs least; at the bound it raises, naming what
-    holds them."""
+    """A fixed number of slots, of the sizes (bytes) that the placement chose. ``nbytes`` below is what must fit."""
 
-    def __init__(self, device: Device, nbytes: int, count: int) -> None:
-        self.nbytes = nbytes
-        self.slots = [Slot(device, nbytes, index) for index in range(count)]
-        self.by_address = {slot.address: slot for slot in self.slots if nbytes}
+    def __init__(self, device: Device, sizes: Sequence[int]) -> None:
+        self.slots = [Slot(device, nbytes, index) for index, nbytes in enumerate(sizes)]
+        self.by_address = {slot.address: slot for slot in self.slots if slot.nbytes}
         self.watch: Callable[[int], None] | None = None
         """Told how many slots are in use: gathered, or on their way to be."""
 
@@ -105,28 +105,30 @@ class SlotPool:
         if self.watch is not None:
             self.watch(sum(s.block is not None and (s.block.gathered or s.ahead) for s in self.slots))
 
-    def idle(self) -> Slot | None:
-        """A slot that holds no block, if there is one."""
-        return next((slot for slot in self.slots if slot.block is None), None)
+    def idle(self, nbytes: int) -> Slot | None:
+        """A slot that holds no block, if there is one; the smallest."""
+        fitting = [slot for slot in self.slots if slot.block is None and slot.nbytes >= nbytes]
+        return min(fitting, key=lambda slot: slot.nbytes, default=None)
 
-    def released(self) -> list[Slot]:
+    def released(self, nbytes: int) -> list[Slot]:
         """Slots whose block is not gathered and not loading, nor viewed by anybody."""
         return [
             slot
             for slot in self.slots
             if slot.block is not None
+            and slot.nbytes >= nbytes
             and not slot.block.gathered
             and (slot.load is None or slot.load.done())
             and not slot.viewed
         ]
 
-    def unheld(self) -> list[Slot]:
+    def unheld(self, nbytes: int) -> list[Slot]:
         """Slots whose block is gathered, but which no forward holds; least recently used first."""
         slots = [s for s in self.slots if s.block is not None and s.block.evictable and not s.viewed]
-        return sorted(slots, key=lambda slot: slot.taken)
+        return sorted((slot for slot in slots if slot.nbytes >= nbytes), key=lambda slot: slot.taken)
 
-    def loading(self) -> list[Slot]:
-        return [slot for slot in self.slots if slot.load is not None and not slot.load.done()]
+    def loading(self, nbytes: int) -> list[Slot]:
+        return [s for s in self.slots if s.load is not None and not s.load.done() and s.nbytes >= nbytes]
 
     def exhausted(self, wanted: str) -> RuntimeError:
         held = [s.block.name for s in self.slots if s.block is not None and s.block.holds]
