@@ -20,7 +20,7 @@ namespace tiermem {
 //
 // `l2`: weight decay is added to the gradient (Adam), else taken off the parameter (AdamW). `from_grad`: the mean is
 // computed from its new end, as torch.lerp does for beta1 <= 0.5, so that beta1 = 0 gives the gradient itself.
-template <bool l2, bool from_grad, bool amsgrad>
+template <bool l2, bool from_grad, bool amsgrad, bool roots>
 struct Adam {
     static constexpr int moments = amsgrad ? 3 : 2;
     static constexpr bool non_negative[] = {false, true, true};
@@ -33,8 +33,7 @@ struct Adam {
           one_minus_beta2(task.one_minus_beta2),
           step_size(task.step_size),
           bias_correction2_sqrt(task.bias_correction2_sqrt),
-          eps(task.eps),
-          roots(task.moment_dtype == INT8 ? ~0u : 0) {}
+          eps(task.eps) {}
 
     TM_INLINE void operator()(float& p, float g, float& m, float& v, float& v_max) const {
         if constexpr (l2) {
@@ -47,16 +46,13 @@ struct Adam {
         if constexpr (amsgrad) v_max = v_max >= v ? v_max : v;
         const float root = std::sqrt(amsgrad ? v_max : v);
         p -= step_size * m / (root / bias_correction2_sqrt + eps);
-        if constexpr (amsgrad) {
-            v = blend(roots, std::sqrt(v), v);
-            v_max = blend(roots, root, v_max);
-        } else {
-            v = blend(roots, root, v);
+        if constexpr (roots) {
+            v = amsgrad ? std::sqrt(v) : root;
+            v_max = root;
         }
     }
 
     float decay, weight_decay, towards_grad, beta2, one_minus_beta2, step_size, bias_correction2_sqrt, eps;
-    uint32_t roots;
 };
 
 enum class Momentum { NONE, CLASSIC, NESTEROV };
@@ -114,24 +110,23 @@ struct Lion {
 // Duchi, Hazan and Singer, "Adaptive subgradient methods", with the operations of torch.optim.Adagrad(fused=True): the
 // same bits. initial_sum is what the sum starts from in the first step, 0 later; step_size is the learning rate decayed
 // to this step.
-template <bool l2>
+template <bool l2, bool roots>
 struct Adagrad {
     static constexpr int moments = 1;
     static constexpr bool non_negative[] = {true};
 
     explicit Adagrad(const UpdateTask& task)
-        : weight_decay(task.weight_decay), step_size(task.step_size), eps(task.eps), initial_sum(task.initial_sum), roots(task.moment_dtype == INT8 ? ~0u : 0) {}
+        : weight_decay(task.weight_decay), step_size(task.step_size), eps(task.eps), initial_sum(task.initial_sum) {}
 
     TM_INLINE void operator()(float& p, float g, float& sum, float&, float&) const {
         if constexpr (l2) g = multiply_add(weight_decay, p, g);
         sum = multiply_add(g, g, sum + initial_sum);
         const float root = std::sqrt(sum);
         p -= step_size * g / (root + eps);
-        sum = blend(roots, root, sum);
+        if constexpr (roots) sum = root;
     }
 
     float weight_decay, step_size, eps, initial_sum;
-    uint32_t roots;
 };
 
 }  // namespace tiermem

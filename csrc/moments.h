@@ -24,42 +24,45 @@
 
 namespace tiermem {
 
-// Number n gets a step of a Weyl sequence, mixed (the finalizer of MurmurHash3, shortened: its low and high halves are
-// used as two small random numbers, no more is asked of it).
-struct NoiseLoop {
-    using Function = void (*)(uint32_t, uint32_t*, int64_t);
+// How many values are decoded and encoded at once: all of them in the first-level cache, and whole blocks.
+constexpr int64_t tile_numel = 1024;
+static_assert(tile_numel % block_numel == 0);
 
-    static TM_INLINE void run(uint32_t first, uint32_t* __restrict noise, int64_t numel) {
+// In place of noise: rounds to nearest.
+constexpr uint16_t half_bf16 = 0x8000;
+constexpr uint16_t half_int8 = 0x80;
+
+// Number n gets a step of a Weyl sequence, mixed (the finalizer of MurmurHash3, shortened: its low and high halves are
+// used as two small random numbers, no more is asked of it). `mask` says which bits of the halves are wanted.
+struct NoiseLoop {
+    using Function = void (*)(uint32_t, uint16_t, uint16_t*, uint16_t*, int64_t);
+
+    static TM_INLINE void run(uint32_t first, uint16_t mask, uint16_t* __restrict low, uint16_t* __restrict high,
+                              int64_t numel) {
         uint32_t weyl = first * 0x9e3779b9u;
         for (int64_t i = 0; i < numel; ++i) {
-            const uint32_t mixed = (weyl ^ (weyl >> 16)) * 0x85ebca6bu;
-            noise[i] = mixed ^ (mixed >> 16);
+            uint32_t mixed = (weyl ^ (weyl >> 16)) * 0x85ebca6bu;
+            mixed ^= mixed >> 16;
+            low[i] = uint16_t(mixed & mask);
+            high[i] = uint16_t((mixed >> 16) & mask);
             weyl += 0x9e3779b9u;
         }
     }
 };
 
-// In place of noise: rounds to nearest.
-constexpr uint32_t half_bf16 = 0x8000;
-constexpr uint32_t half_int8 = 0x80;
-
 struct DecodeBf16Loop {
     using Function = void (*)(const uint16_t*, float*, int64_t);
 
-    static TM_INLINE void run(const uint16_t* __restrict codes, float* __restrict values, int64_t numel) {
-        for (int64_t i = 0; i < numel; ++i) values[i] = widen(codes[i]);
-    }
+    static TM_INLINE void run(const uint16_t* codes, float* values, int64_t numel) { widen(codes, values, numel); }
 };
 
-// The noise is 16 bits of each word, from bit `shift` on. Values went through one_nan().
+// The noise is 16 bits. Values went through one_nan().
 struct EncodeBf16Loop {
-    using Function = void (*)(const float*, const uint32_t*, int32_t, uint16_t*, int64_t);
+    using Function = void (*)(const float*, const uint16_t*, uint16_t*, int64_t);
 
-    static TM_INLINE void run(const float* __restrict values, const uint32_t* __restrict noise, int32_t shift,
+    static TM_INLINE void run(const float* __restrict values, const uint16_t* __restrict noise,
                               uint16_t* __restrict codes, int64_t numel) {
-        for (int64_t i = 0; i < numel; ++i) {
-            codes[i] = uint16_t((to_bits(values[i]) + (noise[i] >> shift & 0xffff)) >> 16);
-        }
+        for (int64_t i = 0; i < numel; ++i) codes[i] = uint16_t((to_bits(values[i]) + noise[i]) >> 16);
     }
 };
 
@@ -87,14 +90,17 @@ struct DecodeInt8Loop {
     }
 };
 
-// Takes the roots of sums of squares, which their formulas have at hand. The noise is 8 bits of each word, from bit `shift`
-// on. Digits are computed as whole numbers of 256ths and rounded to nearest there, so that a ratio that should be whole,
-// but for its last bits, is. An infinity counts as the largest number, a NaN makes the scale, and so the block, NaN. Signed
-// values below 2^-108 are zero: the reciprocal of their scale would overflow.
+// Takes the roots of sums of squares, which their formulas have at hand, of a tile. The noise is 8 bits. Digits are
+// computed as whole numbers of 256ths and rounded to nearest there, so that a ratio that should be whole, but for its last
+// bits, is. An infinity counts as the largest number, a NaN makes the scale, and so the block, NaN. Signed values below
+// 2^-108 are zero: the reciprocal of their scale would overflow.
+//
+// In two goes, as no code of a block can be made before its largest value is known: the next blocks' are looked for
+// meanwhile.
 template <bool non_negative>
 struct EncodeInt8Loop {
     using Code = std::conditional_t<non_negative, uint8_t, int8_t>;
-    using Function = void (*)(float*, const uint32_t*, int32_t, Code*, float*, int64_t);
+    using Function = void (*)(float*, const uint16_t*, Code*, float*, int64_t);
 
     static constexpr float smallest = non_negative ? 0x1p-76f : 0x1p-108f;
     static constexpr float largest = non_negative ? 0x1.fffffep+63f : 0x1.fffffep+127f;  // a root's square is finite
@@ -103,8 +109,23 @@ struct EncodeInt8Loop {
     // the code.
     static constexpr float magic = 0x1.8p23f;
 
-    static TM_INLINE void block(float* __restrict values, const uint32_t* __restrict noise, int32_t shift,
-                                Code* __restrict codes, float& scale, int64_t numel) {
+    static TM_INLINE void run(float* values, const uint16_t* noise, Code* codes, float* scales, int64_t numel) {
+        float digits_per_unit[tile_numel / block_numel];
+        const int64_t whole = numel / block_numel;
+        for (int64_t b = 0; b < whole; ++b) {
+            digits_per_unit[b] = measure(values + b * block_numel, scales[b], block_numel);
+        }
+        const int64_t rest = whole * block_numel;
+        if (rest < numel) digits_per_unit[whole] = measure(values + rest, scales[whole], numel - rest);
+        for (int64_t b = 0; b < whole; ++b) {
+            const int64_t i = b * block_numel;
+            quantise(values + i, digits_per_unit[b], noise + i, codes + i, block_numel);
+        }
+        if (rest < numel) quantise(values + rest, digits_per_unit[whole], noise + rest, codes + rest, numel - rest);
+    }
+
+    // Sets the scale of a block.
+    static TM_INLINE float measure(float* __restrict values, float& scale, int64_t numel) {
         uint32_t magnitude = 0;
         for (int64_t i = 0; i < numel; ++i) {
             const uint32_t bits = to_bits(values[i]) & 0x7fffffffu;
@@ -118,12 +139,7 @@ struct EncodeInt8Loop {
             for (int64_t i = 0; i < numel; ++i) values[i] = clamped(values[i]);
         }
         if (maximum < smallest) scale = 0.0f;
-        const float to_digits = maximum < smallest ? 0.0f : digits / maximum;
-        for (int64_t i = 0; i < numel; ++i) {
-            float digit = values[i] * to_digits + (non_negative ? magic - 256.0f : magic);
-            if constexpr (non_negative) digit = digit > magic ? digit : magic;
-            codes[i] = Code(uint8_t((to_bits(digit) + (noise[i] >> shift & 0xff)) >> 8));
-        }
+        return maximum < smallest ? 0.0f : digits / maximum;
     }
 
     static TM_INLINE float clamped(float value) {
@@ -132,13 +148,14 @@ struct EncodeInt8Loop {
         return value == value ? value : 0.0f;
     }
 
-    static TM_INLINE void run(float* values, const uint32_t* noise, int32_t shift, Code* codes, float* scales,
-                              int64_t numel) {
-        int64_t i = 0;
-        for (; i + block_numel <= numel; i += block_numel) {
-            block(values + i, noise + i, shift, codes + i, *scales++, block_numel);
+    static TM_INLINE void quantise(const float* __restrict values, float digits_per_unit,
+                                   const uint16_t* __restrict noise, Code* __restrict codes, int64_t numel) {
+        const int32_t zero = int32_t(to_bits(magic));
+        for (int64_t i = 0; i < numel; ++i) {
+            int32_t digit = int32_t(to_bits(values[i] * digits_per_unit + (non_negative ? magic - 256.0f : magic)));
+            if constexpr (non_negative) digit = digit > zero ? digit : zero;
+            codes[i] = Code(uint8_t(uint16_t(uint16_t(digit) + noise[i]) >> 8));
         }
-        if (i < numel) block(values + i, noise + i, shift, codes + i, *scales, numel - i);
     }
 };
 
