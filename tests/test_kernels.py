@@ -419,6 +419,18 @@ def test_update_leaves_what_lies_around_its_planes_alone(implementation: kernels
     assert not np.array_equal(updated.weight, planes.weight)
 
 
+@pytest.mark.parametrize("isa", native.isa_names())
+@pytest.mark.parametrize("is_split", [True, False])
+def test_the_loop_that_sets_the_limit_changes_nothing(isa: str, is_split: bool) -> None:
+    """It may run between updates that are measured: values that it changed would be NaNs and denormals some day."""
+    planes = random_planes(70_001, is_split=is_split, grad_dtype=BF16 if is_split else F32)
+    updated = planes.copy()
+    tasks = (UpdateTask * 1)()
+    updated.fill(tasks[0])
+    native.NativeKernels(isa).traffic(tasks, 1, 2)
+    assert_same_planes(updated, planes)
+
+
 def test_nan_masters_stay_nan_in_the_weight_plane(implementation: kernels.Kernels) -> None:
     numel = 33
     grad = np.full(numel, np.nan, np.float32)

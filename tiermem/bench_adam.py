@@ -1,15 +1,18 @@
 """``tiermem bench adam``: the optimizer pass beside the limit that memory sets, and beside others that do its work.
 
-The work is a training step's: a bf16 gradient comes in, fp32 master and moments are updated, a bf16 weight goes out.
-Others are given the passes that they need for it: fp32 optimizers a conversion of gradients and one of weights.
-Subjects take turns, each round all of them; figures are medians.
+The limit is a loop with the same reads and writes on the same memory, compiled for the same instruction set, and next
+to no arithmetic. The work is a training step's: a bf16 gradient comes in, fp32 master and moments are updated, a bf16
+weight goes out. Others are given the passes that they need for it: fp32 optimizers a conversion of gradients and one of
+weights.
+
+Subjects take turns, each round all of them, those that are compared one after the other. Rates are medians; a ratio is
+the median of the rounds' ratios, which a machine that other work slows down now and then disturbs less.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import importlib.util
 import statistics
 import tempfile
 import time
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from rich import box
 from rich.console import Console
@@ -42,28 +46,31 @@ NUMBA_LIMIT = 0.7  # of C++
 class Options:
     """What is measured.
 
-    numel: parameters; more than the caches hold.
-    chunks: elements per call of the exact kernel, each its own row.
+    numel: parameters; more than the caches hold. Fewer are taken where memory does not suffice.
+    chunks: elements per call of the exact kernel; all parameters at once are a chunk too.
     threads: thread counts; empty: 1 and all cores.
+    everything: each instruction set with all chunks, layouts and formats, not only the widest.
     disk: where states rest for the figures on DISK; None: they are left out.
     """
 
-    numel: int = 32 << 20
+    numel: int = 64 << 20
     chunks: Sequence[int] = (64 << 10, 1 << 20)
     threads: Sequence[int] = ()
     rounds: int = 9
+    everything: bool = False
     others: bool = True
     numba: bool = True
     disk: Path | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Subject:
-    """One thing that is timed. ``run`` does the work once, for all parameters."""
+    """One thing that is timed. ``run`` does the work once, for all parameters, on moments of that format."""
 
     name: str
     run: Callable[[], None]
     bytes_per_parameter: float
+    moments: str = "fp32"
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -71,8 +78,28 @@ class Subject:
         return statistics.median(self.seconds)
 
 
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """How many times the updates per second of ``beside`` the subject makes, and how many are asked for."""
+
+    subject: Subject
+    beside: Subject
+    least: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.subject.name} / {self.beside.name}"
+
+    @property
+    def ratio(self) -> float:
+        turns = zip(self.beside.seconds, self.subject.seconds, strict=True)
+        return statistics.median(beside / subject for beside, subject in turns)
+
+
 class Planes:
     """Memory for every kernel and format, one after the other: the same bytes serve all of them."""
+
+    BYTES = 2 + 2 + 2 + 8 + 8  # of a parameter
 
     def __init__(self, numel: int) -> None:
         random = np.random.default_rng(0)
@@ -80,111 +107,145 @@ class Planes:
         self.weight = np.full(numel, 0x3C00, np.uint16)
         self.residual = np.zeros(numel, np.uint16)
         self.grad = np.resize(random.integers(0x3A00, 0x3A80, 1 << 16, np.uint16), numel)
+        self.master = np.full(numel, 0.01, np.float32)
+        self.grad_fp32 = np.full(numel, 1e-3, np.float32)
         self.moments = np.zeros((2, numel), np.float32)
         self.scales = np.zeros((2, -(-numel // 128)), np.float32)
+        self._moments = "fp32"
 
-    def tasks(self, moments: str, chunk: int) -> list[ctypes.Array[UpdateTask]]:
+    def tasks(self, moments: str, chunk: int, *, is_split: bool) -> list[ctypes.Array[UpdateTask]]:
         """One call per chunk."""
-        return [self._call(moments, first, min(chunk, self.numel - first)) for first in range(0, self.numel, chunk)]
+        firsts = range(0, self.numel, chunk)
+        return [self._call(moments, first, min(chunk, self.numel - first), is_split) for first in firsts]
 
-    def _call(self, moments: str, first: int, numel: int) -> ctypes.Array[UpdateTask]:
+    def _call(self, moments: str, first: int, numel: int, is_split: bool) -> ctypes.Array[UpdateTask]:
         tasks = (UpdateTask * 1)()
         task = tasks[0]
-        task.weight = self.weight[first:].ctypes.data
-        task.residual = self.residual[first:].ctypes.data
-        task.grad = self.grad[first:].ctypes.data
+        task.weight = (self.weight if is_split else self.master)[first:].ctypes.data
+        task.residual = self.residual[first:].ctypes.data if is_split else None
+        task.grad = (self.grad if is_split else self.grad_fp32)[first:].ctypes.data
         for index in range(2):
             task.moments[index] = self.moments[index].ctypes.data + MOMENT_FORMATS[moments].itemsize * first
             task.scales[index] = self.scales[index].ctypes.data + 4 * (first // 128)
-        task.numel, task.weight_dtype, task.grad_dtype = numel, BF16, BF16
+        task.numel = numel
+        task.weight_dtype = task.grad_dtype = BF16 if is_split else F32
         task.moment_dtype, task.formula, task.noise, task.grad_scale = MOMENT_DTYPES[moments], ADAMW, first, 1.0
         task.decay, task.one_minus_beta1, task.beta2, task.one_minus_beta2 = 0.99999, 0.1, 0.999, 0.001
         task.step_size, task.bias_correction2_sqrt, task.eps = 1e-4, 0.5, 1e-8
         return tasks
 
-    def clear(self) -> None:
+    def hold(self, moments: str) -> None:
         """Another format's bytes would be denormals or worse, which are slow on some processors."""
-        self.moments[:] = 0
-        self.scales[:] = 0
+        if moments != self._moments:
+            self.moments[:] = 0
+            self.scales[:] = 0
+        self._moments = moments
 
 
 def run(options: Options, console: Console | None = None) -> dict[str, float]:
     """Measures and prints; returns the ratios that the limits are about."""
     console = console or Console(highlight=False)
     ratios: dict[str, float] = {}
-    planes = Planes(options.numel)
+    planes = Planes(_numel_that_fits(options))
     for threads in options.threads or sorted({1, available_cores()}):
-        subjects = list(_kernels(options, planes, threads))
+        subjects, comparisons = _kernels(options, planes, threads)
         if options.others:
-            subjects += _others(options, threads)
+            exact = next(comparison.beside for comparison in comparisons if comparison.subject.moments == "int8")
+            for subject, least in _others(planes.numel, threads, console):
+                subjects.append(subject)
+                comparisons.append(Comparison(exact, subject, least))
         _take_turns(subjects, options.rounds, planes)
-        _print(subjects, threads, options, console)
-        ratios |= _ratios(subjects, threads)
-        del subjects
+        named = f"{threads} thread{'s' if threads > 1 else ''}"
+        _print_rates(subjects, f"{planes.numel / (1 << 20):g} Mi parameters, {named}", planes.numel, console)
+        for comparison in comparisons:
+            ratios[f"{comparison.name}, {named}"] = _print_ratio(
+                f"{comparison.name}, {named}", comparison.ratio, comparison.least, console
+            )
+        del subjects, comparisons
         gc.collect()
     if options.disk is not None:
-        ratios |= _on_disk(options, options.disk, console)
-    for what, value in ratios.items():
-        limit = next((limit for prefix, limit in _LIMITS.items() if what.startswith(prefix)), None)
-        aim = "" if limit is None else f", at least {limit:g}: {'kept' if value >= limit else 'missed'}"
-        console.print(f"{what}: {value:.2f}{aim}")
+        for name, ratio in _on_disk(planes.numel, options.disk, console).items():
+            ratios[name] = _print_ratio(name, ratio, INT8_DISK_LIMIT if "int8" in name else None, console)
     return ratios
 
 
-_LIMITS = {
-    "exact / copy": EXACT_LIMIT,
-    "exact / torch fused": OTHERS_LIMIT,
-    "exact / DeepSpeedCPUAdam": OTHERS_LIMIT,
-    "int8 / exact": INT8_LIMIT,
-    "on disk, int8 / fp32": INT8_DISK_LIMIT,
-    "numba / C++": NUMBA_LIMIT,
-}
+def _print_ratio(name: str, ratio: float, least: float | None, console: Console) -> float:
+    verdict = "" if least is None else f", at least {least:g}: {'kept' if ratio >= least else 'MISSED'}"
+    console.print(f"{name}: {ratio:.2f}{verdict}")
+    return ratio
 
 
-def _kernels(options: Options, planes: Planes, threads: int) -> Iterator[Subject]:
-    def subject(name: str, call: Callable[..., None], moments: str, chunk: int) -> Subject:
-        calls = planes.tasks(moments, chunk)
+def _numel_that_fits(options: Options) -> int:
+    """Half of the memory that is free may be taken."""
+    bytes_each = Planes.BYTES + (4 + 3 * 16 if options.others else 0)
+    fitting = int(psutil.virtual_memory().available) // 2 // bytes_each
+    return min(options.numel, max(1 << 20, fitting >> 20 << 20))
+
+
+def _kernels(options: Options, planes: Planes, threads: int) -> tuple[list[Subject], list[Comparison]]:
+    subjects: list[Subject] = []
+    comparisons: list[Comparison] = []
+
+    def add(
+        name: str, call: Callable[..., None], moments: str = "fp32", chunk: int = planes.numel, *, is_split: bool = True
+    ) -> Subject:
+        calls = planes.tasks(moments, chunk, is_split=is_split)
 
         def work() -> None:
             for tasks in calls:
                 call(tasks, 1, threads)
 
-        return Subject(name, work, _traffic_bytes(moments))
+        subjects.append(Subject(name, work, _traffic_bytes(moments, is_split=is_split), moments))
+        return subjects[-1]
 
-    names = isa_names()
-    widest = NativeKernels()
-    yield subject("copy loop", widest.traffic, "fp32", options.numel)
-    for chunk in options.chunks:
-        yield subject(f"copy loop, chunks of {chunk >> 10} Ki", widest.traffic, "fp32", chunk)
-        yield subject(f"C++ fp32, chunks of {chunk >> 10} Ki", widest.update, "fp32", chunk)
-    for isa in names[1:] or names:
+    def compare(subject: Subject, beside: Subject, least: float | None) -> None:
+        comparisons.append(Comparison(subject, beside, least))
+
+    *narrower, widest = isa_names()
+    chunks = [*(chunk for chunk in options.chunks if chunk < planes.numel), planes.numel]
+    for isa in (*narrower, widest):
         kernels = NativeKernels(isa)
-        for moments in MOMENT_FORMATS:
-            name = f"C++ {moments}" if isa == names[-1] else f"C++ {moments}, {isa}"
-            yield subject(name, kernels.update, moments, options.numel)
+        whole = options.everything or isa == widest
+        for chunk in chunks if whole else chunks[-1:]:
+            of = f"{isa}, chunks of {_in_words(chunk)}"
+            copy = add(f"copy loop {of}", kernels.traffic, chunk=chunk)
+            compare(add(f"exact {of}", kernels.update, chunk=chunk), copy, EXACT_LIMIT)
+        if whole:
+            copy = add(f"copy loop {isa}, fp32 masters", kernels.traffic, is_split=False)
+            exact = add(f"exact {isa}, fp32 masters", kernels.update, is_split=False)
+            compare(exact, copy, EXACT_LIMIT)
+        if not whole:
+            continue
+        of_format = {moments: add(f"C++ {moments} {isa}", kernels.update, moments) for moments in MOMENT_FORMATS}
+        compare(of_format["bf16"], of_format["fp32"], None)
+        compare(of_format["int8"], of_format["fp32"], INT8_LIMIT if isa == widest else None)
     if options.numba:
         compiled: Kernels = load("numba")
-        for moments in MOMENT_FORMATS:
-            yield subject(f"numba {moments}", compiled.update, moments, options.numel)
+        for moments, of_cpp in of_format.items():
+            compare(add(f"numba {moments}", compiled.update, moments), of_cpp, NUMBA_LIMIT)
+    return subjects, comparisons
 
 
-def _traffic_bytes(moments: str) -> float:
-    """Gradient 2, weight and residual 8, moments and scales twice."""
+def _in_words(numel: int) -> str:
+    return f"{numel >> 20} Mi" if numel >= 1 << 20 else f"{numel >> 10} Ki"
+
+
+def _traffic_bytes(moments: str, *, is_split: bool = True) -> float:
+    """Gradient 2 or 4, master 8, moments and scales twice."""
     form = MOMENT_FORMATS[moments]
     scales = 4 / form.block_numel if form.block_numel else 0
-    return 10 + 4 * (form.itemsize + scales)
+    return (10 if is_split else 12) + 4 * (form.itemsize + scales)
 
 
-def _others(options: Options, threads: int) -> list[Subject]:
-    """fp32 optimizers, with the passes from and to bf16 that a training step needs."""
-    numel = options.numel
+def _others(numel: int, threads: int, console: Console) -> Iterator[tuple[Subject, float | None]]:
+    """fp32 optimizers, with the passes from and to bf16 that a training step needs; and how often the exact kernel's
+    updates are asked to be theirs."""
     gradient = torch.full((numel,), 1e-3, dtype=torch.bfloat16)
     weight = torch.zeros(numel, dtype=torch.bfloat16)
-    found = []
     parameter = torch.nn.Parameter(torch.full((numel,), 0.01))
     parameter.grad = torch.zeros(numel)
 
-    def subject(name: str, optimizer: Any, parameter: torch.nn.Parameter) -> Subject:
+    def subject(name: str, optimizer: Any) -> Subject:
         def work() -> None:
             torch.set_num_threads(threads)
             assert parameter.grad is not None
@@ -196,67 +257,45 @@ def _others(options: Options, threads: int) -> list[Subject]:
         # gradient 2 + 4 + 4, master 8, moments 16, weight from the master 4 + 2
         return Subject(name, work, 40)
 
-    found.append(subject("torch fused", torch.optim.AdamW([parameter], lr=1e-4, fused=True), parameter))
-    found.append(subject("torch loop", torch.optim.AdamW([parameter], lr=1e-4, foreach=False), parameter))
-    if importlib.util.find_spec("deepspeed") is not None:
+    yield subject("torch fused", torch.optim.AdamW([parameter], lr=1e-4, fused=True)), OTHERS_LIMIT
+    yield subject("torch loop", torch.optim.AdamW([parameter], lr=1e-4, foreach=False)), None
+    try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 
-        found.append(subject("DeepSpeedCPUAdam", DeepSpeedCPUAdam([parameter], lr=1e-4), parameter))
-    return found
+        optimizer = DeepSpeedCPUAdam([parameter], lr=1e-4)  # compiles itself, with ninja
+    except (ImportError, OSError, RuntimeError) as error:
+        console.print(f"DeepSpeedCPUAdam is left out: {error}")
+        return
+    yield subject("DeepSpeedCPUAdam", optimizer), OTHERS_LIMIT
 
 
 def _take_turns(subjects: Sequence[Subject], rounds: int, planes: Planes) -> None:
     for number in range(rounds + 1):
         for subject in subjects:
-            planes.clear()
-            subject.run() if number == 0 else None  # compiles, touches memory, and fills the moments
+            planes.hold(subject.moments)
             start = time.perf_counter()
             subject.run()
-            if number > 0:
+            if number > 0:  # the first compiles, and touches memory
                 subject.seconds.append(time.perf_counter() - start)
 
 
-def _print(subjects: Sequence[Subject], threads: int, options: Options, console: Console) -> None:
-    limit = subjects[0].median
-    title = f"{options.numel >> 20} Mi parameters, {threads} thread{'s' if threads > 1 else ''}"
+def _print_rates(subjects: Sequence[Subject], title: str, numel: int, console: Console) -> None:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("", no_wrap=True)
-    for column in ("G params/s", "GB/s", "of the copy loop's params/s"):
+    for column in ("G params/s", "best", "GB/s"):
         table.add_column(column, justify="right")
     for subject in subjects:
-        rate = options.numel / subject.median / 1e9
-        table.add_row(
-            subject.name, f"{rate:.2f}", f"{rate * subject.bytes_per_parameter:.0f}", f"{limit / subject.median:.2f}"
-        )
+        rate, best = (numel / seconds / 1e9 for seconds in (subject.median, min(subject.seconds)))
+        table.add_row(subject.name, f"{rate:.2f}", f"{best:.2f}", f"{rate * subject.bytes_per_parameter:.0f}")
     console.print(table)
 
 
-def _ratios(subjects: Sequence[Subject], threads: int) -> dict[str, float]:
-    seconds = {subject.name: subject.median for subject in subjects}
-    named = f"{threads} thread{'s' if threads > 1 else ''}"
-    found = {f"exact / copy loop, {named}": seconds["copy loop"] / seconds["C++ fp32"]}
-    for name, value in seconds.items():
-        if name.startswith("C++ fp32, chunks"):
-            found[f"exact / copy loop{name[8:]}, {named}"] = seconds["copy loop" + name[8:]] / value
-        elif name.startswith("C++ fp32, "):
-            found[f"exact / copy loop{name[8:]}, {named}"] = seconds["copy loop"] / value
-    for name in ("torch fused", "DeepSpeedCPUAdam"):
-        if name in seconds:
-            found[f"exact / {name}, {named}"] = seconds[name] / seconds["C++ fp32"]
-    found[f"int8 / exact, {named}"] = seconds["C++ fp32"] / seconds["C++ int8"]
-    found[f"bf16 / exact, {named}"] = seconds["C++ fp32"] / seconds["C++ bf16"]
-    for moments in MOMENT_FORMATS:
-        if f"numba {moments}" in seconds:
-            found[f"numba / C++ {moments}, {named}"] = seconds[f"C++ {moments}"] / seconds[f"numba {moments}"]
-    return found
-
-
-def _on_disk(options: Options, disk: Path, console: Console) -> dict[str, float]:
+def _on_disk(numel: int, disk: Path, console: Console) -> dict[str, float]:
     """Updates per second of a model whose states rest on DISK and all else in HOST, from step() to the last write."""
     import tiermem
 
     width = 4096
-    depth = max(2, options.numel // (width * width))
+    depth = max(2, numel // (width * width))
     seconds: dict[str, list[float]] = {moments: [] for moments in MOMENT_FORMATS}
     for _ in range(3):
         for moments, found in seconds.items():
