@@ -1,7 +1,9 @@
 """The kernels compiled by numba: the fallback where csrc/ was not compiled. Same bits, the same records.
 
-A run is taken in tiles that stay in the first-level cache: widened to fp32, stepped, narrowed. LLVM vectorises each of
-these loops, but would give up on one loop over all planes, because it cannot tell that so many do not overlap.
+As in csrc/, a row of masters and gradients is widened to fp32 in the first-level cache, stepped and narrowed, and
+moments that take less than fp32 are decoded and encoded a tile at a time. The update's loops run over addresses. Each
+access says which plane it goes to, and LLVM is told that planes of one group do not overlap: it would compare their
+ends before every row, and give up on loops over so many.
 """
 
 from __future__ import annotations
@@ -40,14 +42,34 @@ from tiermem.kernels.abi import (
     UpdateTask,
 )
 
-TILE_NUMEL: Final = 1024  # of all loops; a multiple of LANES, and pieces are multiples of it
+ROW_NUMEL: Final = 64  # of masters and gradients that are widened at once
+AHEAD_NUMEL: Final = 768  # memory is asked for so far ahead; csrc/update.cpp says why
+TILE_NUMEL: Final = 512  # of moments that are decoded at once: whole blocks
+SUM_TILE_NUMEL: Final = 1024  # of the sums of gradients; a multiple of LANES, and pieces are multiples of it
 UNIT_NUMEL: Final = 64 * 1024  # of the update: what one thread takes at once
 UNIT_PIECES: Final = 16  # of the sums of gradients
 HALF_BF16: Final = 0x8000  # in place of noise: rounds to nearest
 HALF_INT8: Final = 0x80
+MASK_BF16: Final = 0xFFFF  # the bits of noise that are wanted
+MASK_INT8: Final = 0xFF
 NUMEL_PER_THREAD_MIN: Final = 256 * 1024  # below, handing work to a Python thread costs more than it gains
 
 _NAN: Final = np.float32(np.nan)  # 0x7fc00000
+_SCRATCH: Final = np.dtype(  # of one thread
+    [
+        ("masters", np.float32, ROW_NUMEL),
+        ("grads", np.float32, ROW_NUMEL),
+        ("moments", np.float32, (MOMENTS_MAX, TILE_NUMEL)),
+        ("noise", np.uint16, (2, TILE_NUMEL)),
+        ("digits", np.float32, TILE_NUMEL // BLOCK_NUMEL),
+    ]
+)
+_OFFSETS: Final = {name: np.uint64(field[1]) for name, field in (_SCRATCH.fields or {}).items()}
+_GRADS_AT: Final = _OFFSETS["grads"]
+_MOMENTS_AT: Final = _OFFSETS["moments"]
+_NOISE_AT: Final = _OFFSETS["noise"]
+_DIGITS_AT: Final = _OFFSETS["digits"]
+_SCRATCH_BYTES: Final = _SCRATCH.itemsize + 64  # and what its alignment takes
 _UPDATE_TASK: Final = np.dtype(UpdateTask)
 _ACCUMULATE_TASK: Final = np.dtype(AccumulateTask)
 _MASTER_TASK: Final = np.dtype([("master", "u8"), ("weight", "u8"), ("residual", "u8"), ("numel", "i8")])
@@ -57,12 +79,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 _intrinsic: Callable[[Callable[..., Any]], Any] = intrinsic
 
 
-def _compiled(function: F) -> F:
+def _compiled(function: F, **options: bool) -> F:
     """njit without the GIL and with IEEE arithmetic, cached on disk where there is a place that can be written."""
     try:
-        return njit(nogil=True, error_model="numpy", cache=True)(function)  # type: ignore[no-any-return]
+        return njit(nogil=True, error_model="numpy", cache=True, **options)(function)  # type: ignore[no-any-return]
     except RuntimeError:  # numba found no directory for its cache
-        return njit(nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+        return njit(nogil=True, error_model="numpy", **options)(function)  # type: ignore[no-any-return]
+
+
+def _inlined(function: F) -> F:
+    """Compiled into its callers: a loop whose length is a constant there is unrolled."""
+    return _compiled(function, forceinline=True)
 
 
 # ---- bits, as in csrc/numbers.h. numba would widen the integers to 64 bits, so the instructions are given.
@@ -166,29 +193,59 @@ def _noise(typing: Any, first: Any, index: Any) -> Any:
 
 
 @_intrinsic
-def _round_bf16(typing: Any, value: Any, noise: Any, shift: Any) -> Any:
+def _low_half(typing: Any, word: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(32)
-        value, noise, shift = arguments
-        chance = builder.and_(builder.lshr(noise, shift), word(0xFFFF))
-        rounded = builder.add(builder.bitcast(value, word), chance)
-        return builder.trunc(builder.lshr(rounded, word(16)), ir.IntType(16))
+        return builder.trunc(arguments[0], ir.IntType(16))
 
-    return types.uint16(types.float32, types.uint32, types.uint32), generate
+    return types.uint16(types.uint32), generate
 
 
 @_intrinsic
-def _second_byte(typing: Any, value: Any, noise: Any, shift: Any) -> Any:
-    """Of the bits of `value` plus 8 bits of noise."""
+def _high_half(typing: Any, word: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.trunc(builder.lshr(arguments[0], ir.IntType(32)(16)), ir.IntType(16))
 
+    return types.uint16(types.uint32), generate
+
+
+@_intrinsic
+def _and(typing: Any, a: Any, b: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.and_(*arguments)
+
+    return types.uint16(types.uint16, types.uint16), generate
+
+
+@_intrinsic
+def _round_bf16(typing: Any, value: Any, noise: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = ir.IntType(32)
-        value, noise, shift = arguments
-        chance = builder.and_(builder.lshr(noise, shift), word(0xFF))
-        rounded = builder.add(builder.bitcast(value, word), chance)
-        return builder.trunc(builder.lshr(rounded, word(8)), ir.IntType(8))
+        value, noise = arguments
+        rounded = builder.add(builder.bitcast(value, word), builder.zext(noise, word))
+        return builder.trunc(builder.lshr(rounded, word(16)), ir.IntType(16))
 
-    return types.uint8(types.float32, types.uint32, types.uint32), generate
+    return types.uint16(types.float32, types.uint16), generate
+
+
+@_intrinsic
+def _second_byte(typing: Any, bits: Any, noise: Any) -> Any:
+    """Of `bits` plus noise."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        half = ir.IntType(16)
+        bits, noise = arguments
+        rounded = builder.add(builder.trunc(bits, half), noise)
+        return builder.trunc(builder.lshr(rounded, half(8)), ir.IntType(8))
+
+    return types.uint8(types.int32, types.uint16), generate
+
+
+@_intrinsic
+def _to_bits(typing: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
 
 
 @_intrinsic
@@ -226,33 +283,70 @@ def _from_bits(typing: Any, bits: Any) -> Any:
     return types.float32(types.int32), generate
 
 
-def _load(scalar: Any) -> Any:
-    """load(address, i): element i. Loops over addresses have no arrays, whose references numba would count."""
+# ---- memory
+
+
+def _mark(builder: Any, access: Any, plane: str, group: tuple[str, ...]) -> None:
+    """Tells LLVM which plane of a group is accessed. Planes of different groups may overlap."""
+    if not group:
+        return
+    module = builder.module
+    domain = module.add_metadata([f"tiermem {' '.join(group)}"])
+    scopes = {name: module.add_metadata([name, domain]) for name in group}
+    access.set_metadata("alias.scope", module.add_metadata([scopes.pop(plane)]))
+    access.set_metadata("noalias", module.add_metadata(list(scopes.values())))
+
+
+def _load(scalar: Any, plane: str = "", group: tuple[str, ...] = ()) -> Any:
+    """load(address, i): element i."""
 
     @_intrinsic
     def load(typing: Any, address: Any, index: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             base = builder.inttoptr(arguments[0], context.get_value_type(scalar).as_pointer())
-            return builder.load(builder.gep(base, [arguments[1]]), align=scalar.bitwidth // 8)
+            loaded = builder.load(builder.gep(base, [arguments[1]]), align=scalar.bitwidth // 8)
+            _mark(builder, loaded, plane, group)
+            return loaded
 
         return scalar(types.uint64, types.int64), generate
 
     return load
 
 
-def _store(scalar: Any) -> Any:
+def _store(scalar: Any, plane: str = "", group: tuple[str, ...] = ()) -> Any:
     """store(address, i, value)"""
 
     @_intrinsic
     def store(typing: Any, address: Any, index: Any, value: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             base = builder.inttoptr(arguments[0], context.get_value_type(scalar).as_pointer())
-            builder.store(arguments[2], builder.gep(base, [arguments[1]]), align=scalar.bitwidth // 8)
+            stored = builder.store(arguments[2], builder.gep(base, [arguments[1]]), align=scalar.bitwidth // 8)
+            _mark(builder, stored, plane, group)
             return context.get_dummy_value()
 
         return types.none(types.uint64, types.int64, scalar), generate
 
     return store
+
+
+_ROW: Final = ("weight", "residual", "grad", "master", "wide grad", "moment 0", "moment 1", "moment 2")
+_CODED: Final = ("values", "codes", "noise", "high noise", "scales", "digits")
+
+_load_weight, _load_residual, _load_grad = (_load(types.uint16, plane, _ROW) for plane in _ROW[:3])
+_store_weight, _store_residual = (_store(types.uint16, plane, _ROW) for plane in _ROW[:2])
+_load_p, _load_g, _load_m0, _load_m1, _load_m2 = (_load(types.float32, plane, _ROW) for plane in _ROW[3:])
+_store_p, _store_g, _store_m0, _store_m1, _store_m2 = (_store(types.float32, plane, _ROW) for plane in _ROW[3:])
+
+_load_value, _store_value = _load(types.float32, "values", _CODED), _store(types.float32, "values", _CODED)
+_load_half, _store_half = _load(types.uint16, "codes", _CODED), _store(types.uint16, "codes", _CODED)
+_load_signed, _load_unsigned = (_load(scalar, "codes", _CODED) for scalar in (types.int8, types.uint8))
+_store_code = _store(types.uint8, "codes", _CODED)
+_load_noise, _store_noise = _load(types.uint16, "noise", _CODED), _store(types.uint16, "noise", _CODED)
+_store_high_noise = _store(types.uint16, "high noise", _CODED)
+_load_scale, _store_scale = _load(types.float32, "scales", _CODED), _store(types.float32, "scales", _CODED)
+_load_digits, _store_digits = _load(types.float32, "digits", _CODED), _store(types.float32, "digits", _CODED)
+
+_load_any, _store_any = _load(types.float32), _store(types.float32)
 
 
 @_intrinsic
@@ -263,57 +357,52 @@ def _prefetch_line(typing: Any, address: Any) -> Any:
         name = "llvm.prefetch.p0"
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
         function = cgutils.get_or_insert_function(builder.module, kind, name)
-        builder.call(function, [pointer, word(1), word(3), word(1)])
+        builder.call(function, [pointer, word(0), word(3), word(1)])
         return context.get_dummy_value()
 
     return types.none(types.uint64), generate
 
 
-@_compiled
+@_inlined
 def _prefetch(address: Any, nbytes: int) -> None:
     """Ask for memory that is needed soon; what lies past the end of a plane does no harm."""
     for line in range(0, nbytes, 64):
         _prefetch_line(address + np.uint64(line))
 
 
-_load_f32, _load_u32, _load_u8, _load_i8 = (
-    _load(scalar) for scalar in (types.float32, types.uint32, types.uint8, types.int8)
-)
-_store_f32, _store_u8 = _store(types.float32), _store(types.uint8)
-
-
-@_compiled
+@_inlined
 def _one_nan(value: float) -> Any:
     return value if value == value else _NAN
 
 
-# ---- loops over one tile
+# ---- rows of an update
 
 
-@_compiled
-def _widen_scaled(source: Any, scale: Any, target: Any) -> None:
-    for i in range(target.size):
-        target[i] = _widen(source[i]) * scale
+@_inlined
+def _widen_row(grad: Any, wide: Any, numel: int) -> None:
+    for i in range(numel):
+        _store_g(wide, i, _widen(_load_grad(grad, i)))
 
 
-@_compiled
-def _join_halves(weight: Any, residual: Any, master: Any) -> None:
-    for i in range(master.size):
-        master[i] = _join(weight[i], residual[i])
+@_inlined
+def _join_row(weight: Any, residual: Any, master: Any, numel: int) -> None:
+    for i in range(numel):
+        _store_p(master, i, _join(_load_weight(weight, i), _load_residual(residual, i)))
 
 
-@_compiled
-def _split_halves(master: Any, weight: Any, residual: Any) -> None:
-    for i in range(master.size):
-        value = _one_nan(master[i])
-        weight[i] = _split_weight(value)
-        residual[i] = _split_residual(value)
+@_inlined
+def _split_row(master: Any, weight: Any, residual: Any, numel: int) -> None:
+    for i in range(numel):
+        value = _one_nan(_load_p(master, i))
+        _store_weight(weight, i, _split_weight(value))
+        _store_residual(residual, i, _split_residual(value))
 
 
-@_compiled
-def _adam(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any) -> None:
-    """csrc/formulas.h has all formulas with their sources; it says what `roots` are."""
-    decoupled = task.formula == ADAMW
+@_inlined
+def _adam(task: Any, params: Any, grads: Any, means: Any, squares: Any, largest: Any, numel: int) -> Any:
+    """csrc/formulas.h has all formulas with their sources; it says what `roots` are. Whether there are NaNs."""
+    decoupled = task.formula == ADAMW or task.formula == AMSGRADW
+    amsgrad = task.formula >= AMSGRADW
     l2 = not decoupled and task.weight_decay != 0
     decay = task.decay if decoupled else np.float32(1.0)
     weight_decay = task.weight_decay
@@ -324,218 +413,277 @@ def _adam(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any) -> N
     step_size = task.step_size
     bias_correction2_sqrt = task.bias_correction2_sqrt
     eps = task.eps
+    grad_scale = task.grad_scale
     roots = task.moment_dtype == INT8
     nans = np.int32(0)
-    for i in range(params.size):
-        p = params[i]
-        g = grad[i]
-        m = exp_avg[i]
-        v = exp_avg_sq[i]
+    for i in range(numel):
+        p = _load_p(params, i)
+        g = _load_g(grads, i) * grad_scale
+        m = _load_m0(means, i)
+        v = _load_m1(squares, i)
         g = _multiply_add(weight_decay, p, g) if l2 else g
         p = p * decay
         m = _multiply_add(towards_grad, g - m, g if from_end else m)
         v = _multiply_add(one_minus_beta2 * g, g, v * beta2)
-        root = np.sqrt(v)
+        top = v
+        if amsgrad:
+            before = _load_m2(largest, i)
+            top = before if before >= v else v
+        root = np.sqrt(top)
         p = p - step_size * m / (root / bias_correction2_sqrt + eps)
-        params[i] = p
-        exp_avg[i] = m
-        exp_avg_sq[i] = root if roots else v
+        if amsgrad:
+            _store_m2(largest, i, root if roots else top)
+            _store_m1(squares, i, np.sqrt(v) if roots else v)
+        else:
+            _store_m1(squares, i, root if roots else v)
+        _store_m0(means, i, m)
+        _store_p(params, i, p)
         nans = _or(nans, _is_nan(p))
-    if nans != 0:
-        for i in range(params.size):
-            params[i] = _one_nan(params[i])
-            exp_avg[i] = _one_nan(exp_avg[i])
-            exp_avg_sq[i] = _one_nan(exp_avg_sq[i])
+    return nans
 
 
-@_compiled
-def _amsgrad(task: Any, params: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, max_exp_avg_sq: Any) -> None:
-    """In three loops: LLVM would not vectorise one over so many arrays."""
-    decoupled = task.formula == AMSGRADW
-    l2 = not decoupled and task.weight_decay != 0
-    decay = task.decay if decoupled else np.float32(1.0)
+@_inlined
+def _sgd(task: Any, params: Any, grads: Any, numel: int) -> Any:
     weight_decay = task.weight_decay
-    from_end = task.one_minus_beta1 >= np.float32(0.5)
-    towards_grad = task.one_minus_beta1 - np.float32(1.0) if from_end else task.one_minus_beta1
-    beta2 = task.beta2
-    one_minus_beta2 = task.one_minus_beta2
+    l2 = weight_decay != 0
     step_size = task.step_size
-    bias_correction2_sqrt = task.bias_correction2_sqrt
-    eps = task.eps
-    roots = task.moment_dtype == INT8
-    for i in range(params.size):
-        p = params[i]
-        g = grad[i]
-        m = exp_avg[i]
+    grad_scale = task.grad_scale
+    nans = np.int32(0)
+    for i in range(numel):
+        p = _load_p(params, i)
+        g = _load_g(grads, i) * grad_scale
         g = _multiply_add(weight_decay, p, g) if l2 else g
-        params[i] = p * decay
-        exp_avg[i] = _multiply_add(towards_grad, g - m, g if from_end else m)
-        exp_avg_sq[i] = _multiply_add(one_minus_beta2 * g, g, exp_avg_sq[i] * beta2)
-    for i in range(params.size):
-        v = exp_avg_sq[i]
-        v_max = max_exp_avg_sq[i] if max_exp_avg_sq[i] >= v else v
-        max_exp_avg_sq[i] = v_max
-        exp_avg_sq[i] = _one_nan(np.sqrt(v) if roots else v)
-    for i in range(params.size):
-        m = exp_avg[i]
-        v_max = max_exp_avg_sq[i]
-        root = np.sqrt(v_max)
-        params[i] = _one_nan(params[i] - step_size * m / (root / bias_correction2_sqrt + eps))
-        exp_avg[i] = _one_nan(m)
-        max_exp_avg_sq[i] = _one_nan(root if roots else v_max)
+        p = _multiply_add(-step_size, g, p)
+        _store_p(params, i, p)
+        nans = _or(nans, _is_nan(p))
+    return nans
 
 
-@_compiled
-def _sgd(task: Any, params: Any, grad: Any) -> None:
-    weight_decay = task.weight_decay
-    step_size = task.step_size
-    for i in range(params.size):
-        p = params[i]
-        g = grad[i]
-        g = _multiply_add(weight_decay, p, g) if weight_decay != 0 else g
-        params[i] = _one_nan(_multiply_add(-step_size, g, p))
-
-
-@_compiled
-def _sgd_momentum(task: Any, params: Any, grad: Any, buffers: Any) -> None:
+@_inlined
+def _sgd_momentum(task: Any, params: Any, grads: Any, buffers: Any, numel: int) -> Any:
     nesterov = task.formula == SGD_NESTEROV
     weight_decay = task.weight_decay
+    l2 = weight_decay != 0
     keep = task.beta1
     take = task.one_minus_beta1
     look_ahead = task.beta2
     step_size = task.step_size
-    for i in range(params.size):
-        p = params[i]
-        g = grad[i]
-        g = _multiply_add(weight_decay, p, g) if weight_decay != 0 else g
-        buffer = _multiply_add(take, g, buffers[i] * keep)
-        buffers[i] = _one_nan(buffer)
+    grad_scale = task.grad_scale
+    nans = np.int32(0)
+    for i in range(numel):
+        p = _load_p(params, i)
+        g = _load_g(grads, i) * grad_scale
+        g = _multiply_add(weight_decay, p, g) if l2 else g
+        buffer = _multiply_add(take, g, _load_m0(buffers, i) * keep)
         g = _multiply_add(look_ahead, buffer, g) if nesterov else buffer
-        params[i] = _one_nan(_multiply_add(-step_size, g, p))
+        p = _multiply_add(-step_size, g, p)
+        _store_m0(buffers, i, buffer)
+        _store_p(params, i, p)
+        nans = _or(nans, _is_nan(p))
+    return nans
 
 
-@_compiled
-def _lion(task: Any, params: Any, grad: Any, exp_avg: Any) -> None:
+@_inlined
+def _lion(task: Any, params: Any, grads: Any, means: Any, numel: int) -> Any:
     decay = task.decay
     beta1 = task.beta1
     one_minus_beta1 = task.one_minus_beta1
     beta2 = task.beta2
     one_minus_beta2 = task.one_minus_beta2
     step_size = task.step_size
-    for i in range(params.size):
-        g = grad[i]
-        m = exp_avg[i]
+    grad_scale = task.grad_scale
+    nans = np.int32(0)
+    for i in range(numel):
+        g = _load_g(grads, i) * grad_scale
+        m = _load_m0(means, i)
         direction = _multiply_add(one_minus_beta1, g, m * beta1)
         below = np.float32(-1.0) if direction < 0 else direction
         sign = np.float32(1.0) if direction > 0 else below
-        params[i] = _one_nan(params[i] * decay - step_size * sign)
-        exp_avg[i] = _one_nan(_multiply_add(one_minus_beta2, g, m * beta2))
+        p = _load_p(params, i) * decay - step_size * sign
+        _store_m0(means, i, _multiply_add(one_minus_beta2, g, m * beta2))
+        _store_p(params, i, p)
+        nans = _or(nans, _is_nan(p))
+    return nans
 
 
-@_compiled
-def _adagrad(task: Any, params: Any, grad: Any, sums: Any) -> None:
+@_inlined
+def _adagrad(task: Any, params: Any, grads: Any, sums: Any, numel: int) -> Any:
     weight_decay = task.weight_decay
+    l2 = weight_decay != 0
     step_size = task.step_size
     eps = task.eps
     initial_sum = task.initial_sum
+    grad_scale = task.grad_scale
     roots = task.moment_dtype == INT8
-    for i in range(params.size):
-        p = params[i]
-        g = grad[i]
-        g = _multiply_add(weight_decay, p, g) if weight_decay != 0 else g
-        total = _multiply_add(g, g, sums[i] + initial_sum)
+    nans = np.int32(0)
+    for i in range(numel):
+        p = _load_p(params, i)
+        g = _load_g(grads, i) * grad_scale
+        g = _multiply_add(weight_decay, p, g) if l2 else g
+        total = _multiply_add(g, g, _load_m0(sums, i) + initial_sum)
         root = np.sqrt(total)
-        sums[i] = _one_nan(root if roots else total)
-        params[i] = _one_nan(p - step_size * g / (root + eps))
+        p = p - step_size * g / (root + eps)
+        _store_m0(sums, i, root if roots else total)
+        _store_p(params, i, p)
+        nans = _or(nans, _is_nan(p))
+    return nans
+
+
+@_inlined
+def _step(task: Any, params: Any, grads: Any, m0: Any, m1: Any, m2: Any, numel: int) -> Any:
+    if task.formula <= AMSGRAD:
+        return _adam(task, params, grads, m0, m1, m2, numel)
+    if task.formula == SGD:
+        return _sgd(task, params, grads, numel)
+    if task.formula <= SGD_NESTEROV:
+        return _sgd_momentum(task, params, grads, m0, numel)
+    if task.formula == LION:
+        return _lion(task, params, grads, m0, numel)
+    return _adagrad(task, params, grads, m0, numel)
 
 
 @_compiled
-def _step(task: Any, params: Any, grad: Any, moments: Any) -> None:
-    if task.formula <= ADAM:
-        _adam(task, params, grad, moments[0], moments[1])
-    elif task.formula <= AMSGRAD:
-        _amsgrad(task, params, grad, moments[0], moments[1], moments[2])
-    elif task.formula == SGD:
-        _sgd(task, params, grad)
-    elif task.formula <= SGD_NESTEROV:
-        _sgd_momentum(task, params, grad, moments[0])
-    elif task.formula == LION:
-        _lion(task, params, grad, moments[0])
+def _only_one_nan(values: Any, numel: int) -> None:
+    for i in range(numel):
+        _store_any(values, i, _one_nan(_load_any(values, i)))
+
+
+@_inlined
+def _update_row(task: Any, first: int, m0: Any, m1: Any, m2: Any, scratch: Any, numel: int) -> None:
+    """Elements from number `first` on; the moments' addresses are theirs."""
+    narrow, wide = np.uint64(2 * first), np.uint64(4 * first)
+    if task.weight_dtype == BF16:
+        params = scratch
+        _join_row(task.weight + narrow, task.residual + narrow, params, numel)
     else:
-        _adagrad(task, params, grad, moments[0])
+        params = task.weight + wide
+    if task.grad_dtype == BF16:
+        grads = scratch + _GRADS_AT
+        _widen_row(task.grad + narrow, grads, numel)
+    else:
+        grads = task.grad + wide
+    nans = _step(task, params, grads, m0, m1, m2, numel)
+    if nans != 0:
+        _only_one_nan(params, numel)
+        for moment, values in enumerate((m0, m1, m2)):
+            if moment < _moment_count(task.formula):
+                _only_one_nan(values, numel)
+    if task.weight_dtype == BF16:
+        _split_row(params, task.weight + narrow, task.residual + narrow, numel)
+
+
+@_compiled
+def _update_rows(task: Any, begin: int, numel: int, m0: Any, m1: Any, m2: Any, scratch: Any) -> None:
+    """Elements from number `begin` on, whose moments in fp32 lie at m0, m1 and m2."""
+    exact = task.moment_dtype == F32
+    count = _moment_count(task.formula)
+    rows = numel // ROW_NUMEL
+    for index in range(rows):
+        row = index * ROW_NUMEL
+        later = begin + row + AHEAD_NUMEL
+        if task.weight_dtype == BF16:
+            _prefetch(task.weight + np.uint64(2 * later), 2 * ROW_NUMEL)
+            _prefetch(task.residual + np.uint64(2 * later), 2 * ROW_NUMEL)
+        else:
+            _prefetch(task.weight + np.uint64(4 * later), 4 * ROW_NUMEL)
+        if task.grad_dtype == BF16:
+            _prefetch(task.grad + np.uint64(2 * later), 2 * ROW_NUMEL)
+        else:
+            _prefetch(task.grad + np.uint64(4 * later), 4 * ROW_NUMEL)
+        at = np.uint64(4 * row)
+        if exact:
+            ahead = at + np.uint64(4 * AHEAD_NUMEL)
+            if count > 0:
+                _prefetch(m0 + ahead, 4 * ROW_NUMEL)
+            if count > 1:
+                _prefetch(m1 + ahead, 4 * ROW_NUMEL)
+            if count > 2:
+                _prefetch(m2 + ahead, 4 * ROW_NUMEL)
+        _update_row(task, begin + row, m0 + at, m1 + at, m2 + at, scratch, ROW_NUMEL)
+    row = rows * ROW_NUMEL
+    at = np.uint64(4 * row)
+    if row < numel:
+        _update_row(task, begin + row, m0 + at, m1 + at, m2 + at, scratch, numel - row)
 
 
 # ---- moments that take less than fp32; csrc/moments.h says how
 
 
 @_compiled
-def _make_noise(first: Any, noise: Any) -> None:
-    for i in range(noise.size):
-        noise[i] = _noise(first, i)
-
-
-@_compiled
-def _fill(value: Any, noise: Any) -> None:
-    for i in range(noise.size):
-        noise[i] = value
-
-
-@_compiled
-def _encode_bf16(values: Any, noise: Any, shift: Any, codes: Any) -> None:
-    for i in range(values.size):
-        codes[i] = _round_bf16(values[i], noise[i], shift)
-
-
-@_compiled
-def _decode_signed(codes: Any, scale: Any, values: Any, numel: int) -> None:
+def _make_noise(first: Any, mask: Any, low: Any, high: Any, numel: int) -> None:
     for i in range(numel):
-        _store_f32(values, i, np.float32(_load_i8(codes, i)) * np.float32(1.0 / 127.0) * scale)
+        word = _noise(first, i)
+        _store_noise(low, i, _and(_low_half(word), mask))
+        _store_high_noise(high, i, _and(_high_half(word), mask))
 
 
 @_compiled
-def _decode_root(codes: Any, scale: Any, values: Any, numel: int) -> None:
-    unit = scale * np.float32(1.0 / 256.0)
+def _fill_noise(value: Any, noise: Any, numel: int) -> None:
     for i in range(numel):
-        root = (np.float32(_load_u8(codes, i)) + np.float32(1.0)) * unit
-        _store_f32(values, i, root * root)
+        _store_noise(noise, i, value)
 
 
 @_compiled
-def _largest_magnitude(values: Any, numel: int) -> Any:
-    magnitude = np.int32(0)
+def _decode_bf16(codes: Any, values: Any, numel: int) -> None:
     for i in range(numel):
-        bits = _magnitude(_load_f32(values, i))
-        magnitude = bits if bits > magnitude else magnitude
-    return _from_bits(magnitude)
+        _store_value(values, i, _widen(_load_half(codes, i)))
+
+
+@_compiled
+def _encode_bf16(values: Any, noise: Any, codes: Any, numel: int) -> None:
+    for i in range(numel):
+        _store_half(codes, i, _round_bf16(_load_value(values, i), _load_noise(noise, i)))
+
+
+@_inlined
+def _decode_block(codes: Any, scale: Any, values: Any, numel: int, non_negative: bool) -> None:
+    if non_negative:
+        unit = scale * np.float32(1.0 / 256.0)
+        for i in range(numel):
+            root = (np.float32(_load_unsigned(codes, i)) + np.float32(1.0)) * unit
+            _store_value(values, i, root * root)
+    else:
+        for i in range(numel):
+            _store_value(values, i, np.float32(_load_signed(codes, i)) * np.float32(1.0 / 127.0) * scale)
+
+
+@_compiled
+def _decode_int8(codes: Any, scales: Any, values: Any, numel: int, non_negative: bool) -> None:
+    blocks = numel // BLOCK_NUMEL
+    for block in range(blocks):
+        first = np.uint64(block * BLOCK_NUMEL)
+        scale = _load_scale(scales, block)
+        _decode_block(codes + first, scale, values + np.uint64(4) * first, BLOCK_NUMEL, non_negative)
+    first = np.uint64(blocks * BLOCK_NUMEL)
+    if blocks * BLOCK_NUMEL < numel:
+        rest = numel - blocks * BLOCK_NUMEL
+        scale = _load_scale(scales, blocks)
+        _decode_block(codes + first, scale, values + np.uint64(4) * first, rest, non_negative)
 
 
 @_compiled
 def _clamp(largest: Any, values: Any, numel: int) -> None:
     for i in range(numel):
-        value = _load_f32(values, i)
+        value = _load_value(values, i)
         if value > largest:
-            _store_f32(values, i, largest)
+            _store_value(values, i, largest)
         elif value < -largest:
-            _store_f32(values, i, -largest)
+            _store_value(values, i, -largest)
         elif value != value:
-            _store_f32(values, i, np.float32(0.0))
+            _store_value(values, i, np.float32(0.0))
 
 
-@_compiled
-def _encode_block(
-    values: Any,
-    noise: Any,
-    shift: Any,
-    codes: Any,
-    numel: int,
-    smallest: Any,
-    largest: Any,
-    digits: Any,
-    offset: Any,
-    least: Any,
-) -> Any:
-    """The scale."""
-    maximum = _largest_magnitude(values, numel)
+@_inlined
+def _measure(values: Any, scales: Any, digits: Any, block: int, numel: int, non_negative: bool) -> None:
+    """The scale of a block, and how many 256ths of a digit its values have per unit."""
+    smallest = np.float32(2.0**-76 if non_negative else 2.0**-108)
+    largest = np.float32(1.8446742974197924e19 if non_negative else 3.4028234663852886e38)
+    whole = np.float32(256.0 * 256.0 if non_negative else 127.0 * 256.0)
+    magnitude = np.int32(0)
+    for i in range(numel):
+        bits = _magnitude(_load_value(values, i))
+        magnitude = bits if bits > magnitude else magnitude
+    maximum = _from_bits(magnitude)
     scale = maximum
     if not maximum < largest:
         scale = largest if maximum == maximum else maximum
@@ -543,88 +691,61 @@ def _encode_block(
         _clamp(largest, values, numel)
     if maximum < smallest:
         scale = np.float32(0.0)
-    to_digits = np.float32(0.0) if maximum < smallest else digits / maximum
+    _store_scale(scales, block, scale)
+    _store_digits(digits, block, np.float32(0.0) if maximum < smallest else whole / maximum)
+
+
+@_inlined
+def _quantise(values: Any, digits: Any, noise: Any, codes: Any, numel: int, non_negative: bool) -> None:
+    magic = np.float32(1.5 * 2.0**23)
+    offset = magic - np.float32(256.0) if non_negative else magic
+    least = _to_bits(magic) if non_negative else np.int32(0)
     for i in range(numel):
-        digit = _load_f32(values, i) * to_digits + offset
+        digit = _to_bits(_load_value(values, i) * digits + offset)
         digit = digit if digit > least else least
-        _store_u8(codes, i, _second_byte(digit, _load_u32(noise, i), shift))
-    return scale
+        _store_code(codes, i, _second_byte(digit, _load_noise(noise, i)))
 
 
 @_compiled
-def _encode_signed(values: Any, noise: Any, shift: Any, codes: Any, numel: int) -> Any:
-    return _encode_block(
-        values,
-        noise,
-        shift,
-        codes,
-        numel,
-        np.float32(2.0**-108),
-        np.float32(3.4028234663852886e38),
-        np.float32(127.0 * 256.0),
-        np.float32(1.5 * 2.0**23),
-        np.float32(0.0),
-    )
+def _encode_int8(values: Any, noise: Any, codes: Any, scales: Any, digits: Any, numel: int, non_negative: bool) -> None:
+    blocks = numel // BLOCK_NUMEL
+    rest = numel - blocks * BLOCK_NUMEL
+    size = np.uint64(BLOCK_NUMEL)
+    for block in range(blocks):
+        _measure(values + np.uint64(4 * block) * size, scales, digits, block, BLOCK_NUMEL, non_negative)
+    if rest > 0:
+        _measure(values + np.uint64(4 * blocks) * size, scales, digits, blocks, rest, non_negative)
+    for block in range(blocks):
+        first = np.uint64(block) * size
+        wide, narrow = values + np.uint64(4) * first, noise + np.uint64(2) * first
+        _quantise(wide, _load_digits(digits, block), narrow, codes + first, BLOCK_NUMEL, non_negative)
+    if rest > 0:
+        first = np.uint64(blocks) * size
+        wide, narrow = values + np.uint64(4) * first, noise + np.uint64(2) * first
+        _quantise(wide, _load_digits(digits, blocks), narrow, codes + first, rest, non_negative)
 
 
 @_compiled
-def _encode_root(values: Any, noise: Any, shift: Any, codes: Any, numel: int) -> Any:
-    return _encode_block(
-        values,
-        noise,
-        shift,
-        codes,
-        numel,
-        np.float32(2.0**-76),
-        np.float32(1.8446742974197924e19),
-        np.float32(256.0 * 256.0),
-        np.float32(1.5 * 2.0**23 - 256.0),
-        np.float32(1.5 * 2.0**23),
-    )
-
-
-@_compiled
-def _decode(task: Any, moment: int, start: int, values_at: Any, numel: int) -> None:
-    codes_at = task.moments[moment]
+def _decode(task: Any, moment: int, start: int, values: Any, numel: int) -> None:
+    codes = task.moments[moment]
     if task.moment_dtype == BF16:
-        codes = carray(_pointer(codes_at + np.uint64(2 * start)), numel, np.uint16)
-        _convert(codes, carray(_pointer(values_at), numel, np.float32))
+        _decode_bf16(codes + np.uint64(2 * start), values, numel)
         return
-    codes_at += np.uint64(start)
-    scales_at = task.scales[moment] + np.uint64(4 * (start // BLOCK_NUMEL))
-    non_negative = _is_non_negative(task.formula, moment)
-    for block in range(-(-numel // BLOCK_NUMEL)):
-        first = block * BLOCK_NUMEL
-        size = min(BLOCK_NUMEL, numel - first)
-        values = values_at + np.uint64(4 * first)
-        scale = _load_f32(scales_at, block)
-        if non_negative:
-            _decode_root(codes_at + np.uint64(first), scale, values, size)
-        else:
-            _decode_signed(codes_at + np.uint64(first), scale, values, size)
+    scales = task.scales[moment] + np.uint64(4 * (start // BLOCK_NUMEL))
+    _decode_int8(codes + np.uint64(start), scales, values, numel, _is_non_negative(task.formula, moment))
 
 
 @_compiled
-def _encode(task: Any, moment: int, start: int, values_at: Any, noise_at: Any, numel: int) -> None:
-    codes_at = task.moments[moment]
-    shift = np.uint32(moment % 2 * 16)
+def _encode(task: Any, moment: int, start: int, scratch: Any, numel: int) -> None:
+    codes = task.moments[moment]
+    values = scratch + _MOMENTS_AT + np.uint64(4 * TILE_NUMEL * moment)
+    noise = scratch + _NOISE_AT + np.uint64(2 * TILE_NUMEL * (moment % 2))
     if task.moment_dtype == BF16:
-        codes = carray(_pointer(codes_at + np.uint64(2 * start)), numel, np.uint16)
-        noise = carray(_pointer(noise_at), numel, np.uint32)
-        _encode_bf16(carray(_pointer(values_at), numel, np.float32), noise, shift, codes)
+        _encode_bf16(values, noise, codes + np.uint64(2 * start), numel)
         return
-    codes_at += np.uint64(start)
-    scales_at = task.scales[moment] + np.uint64(4 * (start // BLOCK_NUMEL))
-    non_negative = _is_non_negative(task.formula, moment)
-    for block in range(-(-numel // BLOCK_NUMEL)):
-        first = block * BLOCK_NUMEL
-        size = min(BLOCK_NUMEL, numel - first)
-        values, words = values_at + np.uint64(4 * first), noise_at + np.uint64(4 * first)
-        if non_negative:
-            scale = _encode_root(values, words, shift, codes_at + np.uint64(first), size)
-        else:
-            scale = _encode_signed(values, words, shift, codes_at + np.uint64(first), size)
-        _store_f32(scales_at, block, scale)
+    scales = task.scales[moment] + np.uint64(4 * (start // BLOCK_NUMEL))
+    kind = _is_non_negative(task.formula, moment)
+    _encode_int8(values, noise, codes + np.uint64(start), scales, scratch + _DIGITS_AT, numel, kind)
 
 
 @_compiled
@@ -680,71 +801,46 @@ def _total(sums: Any) -> float:
 
 
 @_compiled
+def _update_tile(task: Any, start: int, numel: int, scratch: Any) -> None:
+    """A tile whose moments take less than fp32."""
+    count = _moment_count(task.formula)
+    half_size = task.moment_dtype == BF16
+    size = 2 if half_size else 1
+    values = scratch + _MOMENTS_AT
+    plane = np.uint64(4 * TILE_NUMEL)
+    for moment in range(count):
+        _prefetch(task.moments[moment] + np.uint64(size * (start + 2 * TILE_NUMEL)), size * TILE_NUMEL)
+        _decode(task, moment, start, values + np.uint64(moment) * plane, numel)
+    _update_rows(task, start, numel, values, values + plane, values + plane + plane, scratch)
+    noise = scratch + _NOISE_AT
+    mask = np.uint16(MASK_BF16 if half_size else MASK_INT8)
+    _make_noise(task.noise + np.uint32(start), mask, noise, noise + np.uint64(2 * TILE_NUMEL), numel)
+    for moment in range(count):
+        if moment == 2:  # a maximum has no mean that chance would keep
+            _fill_noise(np.uint16(HALF_BF16 if half_size else HALF_INT8), noise, numel)
+        _encode(task, moment, start, scratch, numel)
+
+
+@_compiled
 def _update(tasks: Any, first: int, last: int) -> None:
-    masters = np.empty(TILE_NUMEL, np.float32)
-    grads = np.empty(TILE_NUMEL, np.float32)
-    scratch = np.empty((MOMENTS_MAX + 1) * TILE_NUMEL, np.float32)
-    scratch_at = np.uint64(scratch.ctypes.data)
-    noise_at = scratch_at + np.uint64(4 * MOMENTS_MAX * TILE_NUMEL)
+    scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+    scratch_at = (np.uint64(scratch.ctypes.data) + np.uint64(63)) & ~np.uint64(63)
     unit = 0
     for index in range(tasks.size):
         task = tasks[index]
         begin = max(first - unit, 0) * UNIT_NUMEL
         end = min((last - unit) * UNIT_NUMEL, task.numel)
         unit += (task.numel + UNIT_NUMEL - 1) // UNIT_NUMEL
-        count = _moment_count(task.formula)
-        exact = task.moment_dtype == F32 or count == 0
-        for start in range(begin, end, TILE_NUMEL):
-            numel = min(TILE_NUMEL, end - start)
-            later = start + TILE_NUMEL
-            grad = grads[:numel]
-            if task.grad_dtype == BF16:
-                source = carray(_pointer(task.grad + np.uint64(2 * start)), numel, np.uint16)
-                _widen_scaled(source, task.grad_scale, grad)
-            else:
-                source_f32 = carray(_pointer(task.grad + np.uint64(4 * start)), numel, np.float32)
-                _widen_scaled(source_f32, task.grad_scale, grad)
-            # What a formula does not have may point anywhere: it is not read.
-            moments = (
-                carray(_pointer(_moment_at(task, 0, start, exact, scratch_at)), numel, np.float32),
-                carray(_pointer(_moment_at(task, 1, start, exact, scratch_at)), numel, np.float32),
-                carray(_pointer(_moment_at(task, 2, start, exact, scratch_at)), numel, np.float32),
-            )
-            if not exact:
-                # The loops over a tile leave memory idle, and the hardware does not see far; far enough with fp32
-                # moments, where more asking only gets in the way.
-                _prefetch(task.weight + np.uint64(2 * later), 2 * TILE_NUMEL)
-                for moment in range(count):
-                    size = 2 if task.moment_dtype == BF16 else 1
-                    _prefetch(task.moments[moment] + np.uint64(size * later), size * TILE_NUMEL)
-                    _decode(task, moment, start, scratch_at + np.uint64(4 * moment * TILE_NUMEL), numel)
-            if task.weight_dtype == BF16:
-                weight = carray(_pointer(task.weight + np.uint64(2 * start)), numel, np.uint16)
-                residual = carray(_pointer(task.residual + np.uint64(2 * start)), numel, np.uint16)
-                master = masters[:numel]
-                _join_halves(weight, residual, master)
-                _step(task, master, grad, moments)
-                _split_halves(master, weight, residual)
-            else:
-                master = carray(_pointer(task.weight + np.uint64(4 * start)), numel, np.float32)
-                _step(task, master, grad, moments)
-            if not exact:
-                _prefetch(task.residual + np.uint64(2 * later), 2 * TILE_NUMEL)
-                noise = carray(_pointer(noise_at), numel, np.uint32)
-                _make_noise(task.noise + np.uint32(start), noise)
-                _prefetch(task.grad + np.uint64(2 * later), 2 * TILE_NUMEL)
-                for moment in range(count):
-                    if moment == 2:  # a maximum has no mean that chance would keep
-                        _fill(np.uint32(HALF_BF16 if task.moment_dtype == BF16 else HALF_INT8), noise)
-                    _encode(task, moment, start, scratch_at + np.uint64(4 * moment * TILE_NUMEL), noise_at, numel)
+        if task.moment_dtype == F32 or task.formula == SGD:
+            if begin < end:
+                # What a formula does not have may point anywhere: it is not read.
+                at = np.uint64(4 * begin)
+                m0, m1, m2 = task.moments[0] + at, task.moments[1] + at, task.moments[2] + at
+                _update_rows(task, begin, end - begin, m0, m1, m2, scratch_at)
+        else:
+            for start in range(begin, end, TILE_NUMEL):
+                _update_tile(task, start, min(TILE_NUMEL, end - start), scratch_at)
     scratch[0] = 0  # it lives until here: the addresses do not keep it
-
-
-@_compiled
-def _moment_at(task: Any, moment: int, start: int, exact: bool, scratch_at: Any) -> Any:
-    if exact:
-        return task.moments[moment] + np.uint64(4 * start)
-    return scratch_at + np.uint64(4 * moment * TILE_NUMEL)
 
 
 @_compiled
@@ -779,7 +875,7 @@ def _accumulate_tile(task: Any, begin: int, scratch: Any) -> Any:
 
 @_compiled
 def _accumulate(tasks: Any, first: int, last: int) -> None:
-    scratch = np.empty(TILE_NUMEL, np.float32)
+    scratch = np.empty(SUM_TILE_NUMEL, np.float32)
     sums = np.empty(LANES, np.float64)
     unit = 0
     for index in range(tasks.size):
@@ -793,8 +889,8 @@ def _accumulate(tasks: Any, first: int, last: int) -> None:
                 sums[lane] = 0
             start = 0 if piece == 0 else task.first_piece + (piece - 1) * PIECE_NUMEL
             end = min(task.first_piece + piece * PIECE_NUMEL, task.numel)
-            for begin in range(start, end, TILE_NUMEL):
-                values = _accumulate_tile(task, begin, scratch[: min(TILE_NUMEL, end - begin)])
+            for begin in range(start, end, SUM_TILE_NUMEL):
+                values = _accumulate_tile(task, begin, scratch[: min(SUM_TILE_NUMEL, end - begin)])
                 if task.partials != 0:
                     _square(values, sums)
             if task.partials != 0:
@@ -804,23 +900,19 @@ def _accumulate(tasks: Any, first: int, last: int) -> None:
 @_compiled
 def _split(tasks: Any, first: int, last: int) -> None:
     task = tasks[0]
-    for begin in range(first * UNIT_NUMEL, min(last * UNIT_NUMEL, task.numel), UNIT_NUMEL):
-        numel = min(UNIT_NUMEL, task.numel - begin)
-        master = carray(_pointer(task.master + np.uint64(4 * begin)), numel, np.float32)
-        weight = carray(_pointer(task.weight + np.uint64(2 * begin)), numel, np.uint16)
-        residual = carray(_pointer(task.residual + np.uint64(2 * begin)), numel, np.uint16)
-        _split_halves(master, weight, residual)
+    begin = first * UNIT_NUMEL
+    numel = min(last * UNIT_NUMEL, task.numel) - begin
+    narrow, wide = np.uint64(2 * begin), np.uint64(4 * begin)
+    _split_row(task.master + wide, task.weight + narrow, task.residual + narrow, numel)
 
 
 @_compiled
 def _join_all(tasks: Any, first: int, last: int) -> None:
     task = tasks[0]
-    for begin in range(first * UNIT_NUMEL, min(last * UNIT_NUMEL, task.numel), UNIT_NUMEL):
-        numel = min(UNIT_NUMEL, task.numel - begin)
-        master = carray(_pointer(task.master + np.uint64(4 * begin)), numel, np.float32)
-        weight = carray(_pointer(task.weight + np.uint64(2 * begin)), numel, np.uint16)
-        residual = carray(_pointer(task.residual + np.uint64(2 * begin)), numel, np.uint16)
-        _join_halves(weight, residual, master)
+    begin = first * UNIT_NUMEL
+    numel = min(last * UNIT_NUMEL, task.numel) - begin
+    narrow, wide = np.uint64(2 * begin), np.uint64(4 * begin)
+    _join_row(task.weight + narrow, task.residual + narrow, task.master + wide, numel)
 
 
 @_compiled
