@@ -36,6 +36,9 @@ TM_INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(
 
 TM_INLINE uint32_t is_nan(float value) { return value == value ? 0 : ~0u; }
 
+// Either of two, for the price of one.
+TM_INLINE uint32_t is_nan(float a, float b) { return __builtin_isunordered(a, b) ? ~0u : 0; }
+
 TM_INLINE float one_nan(float value) { return value == value ? value : from_bits(0x7fc00000); }
 
 TM_INLINE float join(uint16_t weight, uint16_t residual) {
