@@ -171,7 +171,7 @@ def run(options: Options, console: Console | None = None) -> dict[str, float]:
 
 def _print_ratio(name: str, ratio: float, least: float | None, console: Console) -> float:
     verdict = "" if least is None else f", at least {least:g}: {'kept' if ratio >= least else 'MISSED'}"
-    console.print(f"{name}: {ratio:.2f}{verdict}")
+    console.print(f"{name}: {ratio:.3f}{verdict}")
     return ratio
 
 
