@@ -15,8 +15,8 @@ namespace tiermem {
 
 // Kingma and Ba, "Adam", and Loshchilov and Hutter, "Decoupled weight decay regularization", with the operations and
 // roundings of torch.optim.Adam(fused=True) and AdamW(fused=True): the same bits. (The last numel % 16 elements of a
-// tensor torch leaves to a scalar loop that adds up the second moment with another rounding; here there is one formula.)
-// `amsgrad`: Reddi, Kale and Kumar, "On the convergence of Adam and beyond".
+// tensor torch leaves to a scalar loop that adds up the second moment with another rounding; here there is one
+// formula.) `amsgrad`: Reddi, Kale and Kumar, "On the convergence of Adam and beyond".
 //
 // `l2`: weight decay is added to the gradient (Adam), else taken off the parameter (AdamW). `from_grad`: the mean is
 // computed from its new end, as torch.lerp does for beta1 <= 0.5, so that beta1 = 0 gives the gradient itself.
@@ -58,8 +58,9 @@ struct Adam {
 enum class Momentum { NONE, CLASSIC, NESTEROV };
 
 // Sutskever, Martens, Dahl and Hinton, "On the importance of initialization and momentum in deep learning", with the
-// operations of torch.optim.SGD: the same bits. beta1 is the momentum (0 in the first step, whose buffer is the gradient),
-// one_minus_beta1 is 1 - dampening (1 in the first step), beta2 is the momentum that Nesterov's look ahead takes.
+// operations of torch.optim.SGD: the same bits. beta1 is the momentum (0 in the first step, whose buffer is the
+// gradient), one_minus_beta1 is 1 - dampening (1 in the first step), beta2 is the momentum that Nesterov's look ahead
+// takes.
 template <bool l2, Momentum momentum>
 struct Sgd {
     static constexpr int moments = momentum == Momentum::NONE ? 0 : 1;

@@ -1,8 +1,8 @@
 // One source, several instruction sets.
 //
-// A loop is a struct with an always-inlined static `run` and its type, `Function`. `select<Loop>(isa)` gives a copy of it
-// that the compiler vectorised for that instruction set. Features are listed one by one instead of by level name, because older
-// compilers know only those, and because they are what the processor is asked for.
+// A loop is a struct with an always-inlined static `run` and its type, `Function`. `select<Loop>(isa)` gives a copy of
+// it that the compiler vectorised for that instruction set. Features are listed one by one instead of by level name,
+// because older compilers know only those, and because they are what the processor is asked for.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,8 @@ namespace {
 
 constexpr int64_t unit_numel = 32 * 1024;
 
-// A split master and two moments: 26 bytes per element. `none` is zero, which the compiler does not know: the values stay.
+// A split master and two moments: 26 bytes per element. `none` is zero, which the compiler does not know: the values
+// stay.
 struct SplitTraffic {
     using Function = void (*)(uint16_t*, uint16_t*, uint32_t*, uint32_t*, const uint16_t*, uint16_t, int64_t);
 
@@ -66,8 +67,8 @@ struct Traffic {
 
 }  // namespace
 
-// Reads and writes what tm_update does, and changes nothing, for tasks whose masters and gradients have one dtype and whose
-// moments are two in fp32.
+// Reads and writes what tm_update does, and changes nothing, for tasks whose masters and gradients have one dtype and
+// whose moments are two in fp32.
 TM_EXPORT void tm_traffic(int32_t isa, const UpdateTask* tasks, int64_t count, int32_t threads) {
     run_tasks<Traffic>(isa, tasks, count, threads);
 }

@@ -3,17 +3,17 @@
 //
 // bf16: the high half of the fp32 value.
 //
-// int8: codes in blocks of 128 that share an fp32 scale (Dettmers et al., "8-bit optimizers via block-wise quantization").
-// Signed moments: code / 127 of the scale, the largest magnitude of the block. Sums of squares: the root is
-// (code + 1) / 256 of the scale, the largest root; so codes span twice as many orders of magnitude, and none is zero, as
-// what is divided by the root must not vanish (Li, Chen and Zhu, "Memory efficient optimizers with 4-bit states", 4.1).
-// The largest value of a block comes back exactly, hence all codes and scales do when decoded values are
+// int8: codes in blocks of 128 that share an fp32 scale (Dettmers et al., "8-bit optimizers via block-wise
+// quantization"). Signed moments: code / 127 of the scale, the largest magnitude of the block. Sums of squares: the
+// root is (code + 1) / 256 of the scale, the largest root; so codes span twice as many orders of magnitude, and none is
+// zero, as what is divided by the root must not vanish (Li, Chen and Zhu, "Memory efficient optimizers with 4-bit
+// states", 4.1). The largest value of a block comes back exactly, hence all codes and scales do when decoded values are
 // encoded again: a state survives its export to fp32.
 //
-// Values are rounded up or down by chance, in proportion to how near they are, so that changes smaller than a digit add up
-// over the steps: at beta2 = 0.999 a second moment moves by less than half a bf16 digit a step, and rounded to nearest it
-// would never shrink. The chance is a function of the element's number and the task's `noise`, so that it depends on
-// neither chunks, threads nor placement.
+// Values are rounded up or down by chance, in proportion to how near they are, so that changes smaller than a digit add
+// up over the steps: at beta2 = 0.999 a second moment moves by less than half a bf16 digit a step, and rounded to
+// nearest it would never shrink. The chance is a function of the element's number and the task's `noise`, so that it
+// depends on neither chunks, threads nor placement.
 #pragma once
 
 #include <cmath>
@@ -91,9 +91,9 @@ struct DecodeInt8Loop {
 };
 
 // Takes the roots of sums of squares, which their formulas have at hand, of a tile. The noise is 8 bits. Digits are
-// computed as whole numbers of 256ths and rounded to nearest there, so that a ratio that should be whole, but for its last
-// bits, is. An infinity counts as the largest number, a NaN makes the scale, and so the block, NaN. Signed values below
-// 2^-108 are zero: the reciprocal of their scale would overflow.
+// computed as whole numbers of 256ths and rounded to nearest there, so that a ratio that should be whole, but for its
+// last bits, is. An infinity counts as the largest number, a NaN makes the scale, and so the block, NaN. Signed values
+// below 2^-108 are zero: the reciprocal of their scale would overflow.
 //
 // In two goes, as no code of a block can be made before its largest value is known: the next blocks' are looked for
 // meanwhile.
@@ -105,8 +105,8 @@ struct EncodeInt8Loop {
     static constexpr float smallest = non_negative ? 0x1p-76f : 0x1p-108f;
     static constexpr float largest = non_negative ? 0x1.fffffep+63f : 0x1.fffffep+127f;  // a root's square is finite
     static constexpr float digits = non_negative ? 256.0f * 256.0f : 127.0f * 256.0f;
-    // Added to a number of 256ths, it leaves the whole number in the low bits: the first byte is the fraction, the second
-    // the code.
+    // Added to a number of 256ths, it leaves the whole number in the low bits: the first byte is the fraction, the
+    // second the code.
     static constexpr float magic = 0x1.8p23f;
 
     static TM_INLINE void run(float* values, const uint16_t* noise, Code* codes, float* scales, int64_t numel) {

@@ -30,8 +30,9 @@ TM_INLINE float from_bits(uint32_t bits) {
 TM_INLINE float widen(uint16_t value) { return from_bits(uint32_t(value) << 16); }
 TM_INLINE float widen(float value) { return value; }
 
-// a * b + c with one rounding. Written out wherever torch's vector code has one, and nowhere else: the compiler makes none
-// of its own (-ffp-contract=off). Where the instruction set has no such instruction, libm computes the same bits, slowly.
+// a * b + c with one rounding. Written out wherever torch's vector code has one, and nowhere else: the compiler makes
+// none of its own (-ffp-contract=off). Where the instruction set has no such instruction, libm computes the same bits,
+// slowly.
 TM_INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 TM_INLINE uint32_t is_nan(float value) { return value == value ? 0 : ~0u; }
@@ -52,8 +53,8 @@ TM_INLINE void split(float master, uint16_t& weight, uint16_t& residual) {
     weight = uint16_t(uint16_t(to_bits(master) >> 16) + uint16_t(residual >> 15));
 }
 
-// The same for many, as moves of halves: to interleave them takes a vector processor half the instructions that to extend
-// and to shift them takes, and arithmetic on fp32 values alone needs fewer registers.
+// The same for many, as moves of halves: to interleave them takes a vector processor half the instructions that to
+// extend and to shift them takes, and arithmetic on fp32 values alone needs fewer registers.
 using Half = uint16_t __attribute__((may_alias));
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half of an fp32 value comes first");
 

@@ -13,8 +13,8 @@ namespace tiermem {
 namespace {
 
 // The loop goes row by row and asks for rows to come: the hardware alone follows ten streams less well. At 640 elements
-// ahead that gained 20 % with AVX2 and 15 % with AVX-512; 256 and 2048 ahead gained less. Addresses past the end do no harm:
-// a prefetch never faults.
+// ahead that gained 20 % with AVX2 and 15 % with AVX-512; 256 and 2048 ahead gained less. Addresses past the end do no
+// harm: a prefetch never faults.
 constexpr int64_t row_numel = 64;
 constexpr int64_t prefetch_numel = 640;
 
@@ -190,7 +190,8 @@ private:
     template <bool non_negative>
     static void encode_as(const Tile& tile, int moment, float* values, const uint16_t* noise) {
         using Loop = EncodeInt8Loop<non_negative>;
-        select<Loop>(tile.isa)(values, noise, codes<typename Loop::Code>(tile, moment), scales(tile, moment), tile.numel);
+        select<Loop>(tile.isa)(values, noise, codes<typename Loop::Code>(tile, moment), scales(tile, moment),
+                               tile.numel);
     }
     template <class Code>
     static Code* codes(const Tile& tile, int moment) {
