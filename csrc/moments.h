@@ -41,10 +41,10 @@ struct NoiseLoop {
                               int64_t numel) {
         uint32_t weyl = first * 0x9e3779b9u;
         for (int64_t i = 0; i < numel; ++i) {
-            uint32_t mixed = (weyl ^ (weyl >> 16)) * 0x85ebca6bu;
-            mixed ^= mixed >> 16;
-            low[i] = uint16_t(mixed & mask);
-            high[i] = uint16_t((mixed >> 16) & mask);
+            const uint32_t mixed = (weyl ^ (weyl >> 16)) * 0x85ebca6bu;
+            const uint16_t upper = uint16_t(mixed >> 16);
+            low[i] = (uint16_t(mixed) ^ upper) & mask;
+            high[i] = upper & mask;
             weyl += 0x9e3779b9u;
         }
     }

@@ -181,13 +181,12 @@ def _multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 @_intrinsic
 def _noise(typing: Any, first: Any, index: Any) -> Any:
-    """The random word of element first + index."""
+    """The random word of element first + index, but for the last mixing: the high half goes into the low one."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = ir.IntType(32)
         weyl = builder.mul(builder.add(arguments[0], builder.trunc(arguments[1], word)), word(0x9E3779B9))
-        mixed = builder.mul(builder.xor(weyl, builder.lshr(weyl, word(16))), word(0x85EBCA6B))
-        return builder.xor(mixed, builder.lshr(mixed, word(16)))
+        return builder.mul(builder.xor(weyl, builder.lshr(weyl, word(16))), word(0x85EBCA6B))
 
     return types.uint32(types.uint32, types.int64), generate
 
@@ -206,6 +205,14 @@ def _high_half(typing: Any, word: Any) -> Any:
         return builder.trunc(builder.lshr(arguments[0], ir.IntType(32)(16)), ir.IntType(16))
 
     return types.uint16(types.uint32), generate
+
+
+@_intrinsic
+def _xor(typing: Any, a: Any, b: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.xor(*arguments)
+
+    return types.uint16(types.uint16, types.uint16), generate
 
 
 @_intrinsic
@@ -613,8 +620,9 @@ def _update_rows(task: Any, begin: int, numel: int, m0: Any, m1: Any, m2: Any, s
 def _make_noise(first: Any, mask: Any, low: Any, high: Any, numel: int) -> None:
     for i in range(numel):
         word = _noise(first, i)
-        _store_noise(low, i, _and(_low_half(word), mask))
-        _store_high_noise(high, i, _and(_high_half(word), mask))
+        upper = _high_half(word)
+        _store_noise(low, i, _and(_xor(_low_half(word), upper), mask))
+        _store_high_noise(high, i, _and(upper, mask))
 
 
 @_compiled
