@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 from rich import box
@@ -96,6 +97,15 @@ class Comparison:
         return statistics.median(beside / subject for beside, subject in turns)
 
 
+def _aligned(numel: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """Zeros from the start of a page on, as chunks lie."""
+    nbytes = numel * np.dtype(dtype).itemsize
+    memory = np.zeros(nbytes + 4096, np.uint8)
+    start = -memory.ctypes.data % 4096
+    memory[::4096] = 0  # the system gives a page when it is written
+    return memory[start : start + nbytes].view(dtype)
+
+
 class Planes:
     """Memory for every kernel and format, one after the other: the same bytes serve all of them."""
 
@@ -104,13 +114,17 @@ class Planes:
     def __init__(self, numel: int) -> None:
         random = np.random.default_rng(0)
         self.numel = numel
-        self.weight = np.full(numel, 0x3C00, np.uint16)
-        self.residual = np.zeros(numel, np.uint16)
-        self.grad = np.resize(random.integers(0x3A00, 0x3A80, 1 << 16, np.uint16), numel)
-        self.master = np.full(numel, 0.01, np.float32)
-        self.grad_fp32 = np.full(numel, 1e-3, np.float32)
-        self.moments = np.zeros((2, numel), np.float32)
-        self.scales = np.zeros((2, -(-numel // 128)), np.float32)
+        self.weight = _aligned(numel, np.uint16)
+        self.weight[:] = 0x3C00
+        self.residual = _aligned(numel, np.uint16)
+        self.grad = _aligned(numel, np.uint16)
+        self.grad[:] = np.resize(random.integers(0x3A00, 0x3A80, 1 << 16, np.uint16), numel)
+        self.master = _aligned(numel, np.float32)
+        self.master[:] = 0.01
+        self.grad_fp32 = _aligned(numel, np.float32)
+        self.grad_fp32[:] = 1e-3
+        self.moments = [_aligned(numel, np.float32) for _ in range(2)]
+        self.scales = [_aligned(-(-numel // 128), np.float32) for _ in range(2)]
         self._moments = "fp32"
 
     def tasks(self, moments: str, chunk: int, *, is_split: bool) -> list[ctypes.Array[UpdateTask]]:
@@ -137,8 +151,8 @@ class Planes:
     def hold(self, moments: str) -> None:
         """Another format's bytes would be denormals or worse, which are slow on some processors."""
         if moments != self._moments:
-            self.moments[:] = 0
-            self.scales[:] = 0
+            for plane in (*self.moments, *self.scales):
+                plane[:] = 0
         self._moments = moments
 
 
