@@ -1,4 +1,5 @@
-"""The discipline of an accelerator without one: late copies, poisoned buffers, slots. The bits are those of the CPU."""
+"""The discipline of an accelerator without one: late copies, poisoned buffers, slots. The bits are those of the CPU.
+The oracle that is to judge it is tested too."""
 
 from __future__ import annotations
 
@@ -6,100 +7,71 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import Stack
-from reference import Outcome, Placement, Plain, Tiered, assert_same_bits, train
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from reference import assert_same_bits
+from simulation import (
+    CASES,
+    COMPUTE,
+    COPY_IN,
+    COPY_OUT,
+    HOST,
+    PLACEMENTS,
+    Case,
+    Oracle,
+    Simulated,
+    accumulated,
+    clipped,
+    evaluated,
+    recomputed,
+    reference_of,
+    run_simulated,
+)
 
 from tiermem.simulated import POISON_BYTE, SimulatedDevice
 
+__all__ = ["PLACEMENTS", "Simulated"]
 
-class Simulated(Tiered):
-    """tiermem on a simulated accelerator."""
-
-    seed = 0
-
-    def offload(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
-        device = SimulatedDevice(seed=self.seed, delay_max_s=0.003)
-        self.tiermem.offload(module, memory=self.memory(), policy=self.policy(), device=device)
-        self.models.append(module)
-        return module
+UNTOUCHED = (clipped, accumulated, recomputed, evaluated)
 
 
-class Recomputed(Stack):
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = self.inlet(inputs)
-        for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False)
-        return self.head(hidden)
+@pytest.mark.parametrize("case", [case for case in CASES if case.script in UNTOUCHED], ids=str)
+def test_an_accelerator_gives_the_bits_of_the_cpu(case: Case, tmp_path: Path) -> None:
+    reference = reference_of(case, tmp_path / "cpu")
+    for seed in (0, 1):
+        assert_same_bits(run_simulated(case, tmp_path / str(seed), seed), reference)
 
 
-def clipped(lib: Plain | Tiered) -> None:
-    model = lib.offload(Stack(depth=4))
-    train(lib, model, lib.AdamW(model.parameters(), lr=3e-3), clip=0.3, steps=3)
+# The oracle.
 
 
-def accumulated(lib: Plain | Tiered) -> None:
-    model = lib.offload(Stack(depth=4).bfloat16())
-    train(lib, model, lib.AdamW(model.parameters(), lr=3e-3), clip=0.3, micro_batches=3, steps=2)
+def test_the_oracle_reports_what_no_wait_orders() -> None:
+    oracle = Oracle()
+    oracle.allocated([1, 2], HOST)
+    oracle.launch("copy", (), [1], COPY_IN)
+    oracle.launch("compute", [2], (), COMPUTE)
+    assert not oracle.errors
+    oracle.launch("compute", [1], (), COMPUTE)
+    assert list(oracle.errors) == ["compute (reading from host memory) is not ordered after copy (writing to it)"]
 
 
-def recomputed(lib: Plain | Tiered) -> None:
-    model = lib.offload(Recomputed(depth=4).bfloat16())
-    train(lib, model, lib.AdamW(model.parameters(), lr=3e-3), micro_batches=2, steps=2)
+def test_the_oracle_follows_waits_from_stream_to_stream_and_thread() -> None:
+    oracle = Oracle()
+    oracle.allocated([1], HOST)
+    oracle.launch("copy in", (), [1], COPY_IN)
+    oracle.wait(oracle.record(COPY_IN), COMPUTE)
+    oracle.launch("compute", [1], (), COMPUTE)
+    oracle.wait(oracle.record(COMPUTE), COPY_OUT)
+    oracle.launch("copy out", [1], (), COPY_OUT)
+    oracle.wait(oracle.record(COPY_OUT))
+    with oracle.transfer("swap in", (), [1]):
+        pass
+    oracle.launch("kernel", (), [1])
+    assert not oracle.errors
+    with oracle.transfer("swap out", [1], ()):
+        oracle.launch("kernel", (), [1])
+    assert list(oracle.errors) == ["kernel (writing to host memory) is not ordered after swap out (reading from it)"]
 
 
-def evaluated(lib: Plain | Tiered) -> None:
-    model = lib.offload(Stack(depth=4))
-    optimizer = lib.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(3):
-        train(lib, model, optimizer, steps=1)
-        with torch.no_grad():
-            lib.note("evaluated", model(*model.inputs(lib)).square().mean())
-
-
-PLACEMENTS = [
-    Placement("device", "host", 4096),
-    Placement("host", "host", 4096),
-    Placement("host", "disk", 4096),
-    Placement("disk", "disk", 4096),
-]
-
-
-def run_simulated(script: object, placement: Placement, directory: Path, seed: int, memory: dict[str, str]) -> Outcome:
-    torch.manual_seed(7)
-    lib = Simulated(placement, directory, memory=memory)
-    lib.seed = seed
-    script(lib)  # type: ignore[operator]
-    for model in lib.models:
-        lib.synchronize(model)
-    outcome = lib.outcome()
-    lib.close()
-    return outcome
-
-
-def run_on_cpu(script: object, directory: Path) -> Outcome:
-    torch.manual_seed(7)
-    lib = Tiered(PLACEMENTS[1], directory)
-    script(lib)  # type: ignore[operator]
-    outcome = lib.outcome()
-    lib.close()
-    return outcome
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("script", [clipped, accumulated, recomputed, evaluated], ids=lambda script: script.__name__)
-def test_an_accelerator_gives_the_bits_of_the_cpu(script: object, placement: Placement, tmp_path: Path) -> None:
-    reference = run_on_cpu(script, tmp_path / "cpu")
-    for seed, device_memory in ((1, "64MiB"), (2, "256KiB")):  # room for every block, and for two slots
-        outcome = run_simulated(
-            script,
-            placement,
-            tmp_path / str(seed),
-            seed,
-            {"device": device_memory if placement.weights != "device" else "64MiB"},
-        )
-        assert_same_bits(outcome, reference)
+# The device.
 
 
 def test_a_copy_is_poison_until_it_is_complete() -> None:
@@ -110,6 +82,19 @@ def test_a_copy_is_poison_until_it_is_complete() -> None:
     early = target.clone()
     event.synchronize()
     assert bool((early == POISON_BYTE).all()) or torch.equal(early, source)
+    assert torch.equal(target, source)
+    device.close()
+
+
+def test_a_copy_that_waits_leaves_its_target_alone_until_then() -> None:
+    device = SimulatedDevice(seed=3, delay_max_s=0.02)
+    source, first, target = torch.ones(64, dtype=torch.uint8), *torch.zeros(2, 64, dtype=torch.uint8)
+    before = device.copy_out(first, source, device.mark())
+    event = device.copy_in(target, source, before)
+    early = target.clone()
+    before.synchronize()
+    event.synchronize()
+    assert bool((early == 0).all())
     assert torch.equal(target, source)
     device.close()
 
@@ -133,5 +118,14 @@ def test_an_error_in_a_copy_is_raised_by_its_event() -> None:
     device = SimulatedDevice(delay_max_s=0)
     event = device.copy_in(torch.zeros(4, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8))
     with pytest.raises(RuntimeError):
+        event.synchronize()
+    device.close()
+
+
+def test_a_copy_keeps_no_memory_alive() -> None:
+    device = SimulatedDevice(seed=1, delay_max_s=0.05)
+    gate = device.copy_in(torch.zeros(4, dtype=torch.uint8), kept := torch.zeros(4, dtype=torch.uint8), device.mark())
+    event = device.copy_in(torch.zeros(4, dtype=torch.uint8), kept, gate)  # the target is gone
+    with pytest.raises(RuntimeError, match="given back"):
         event.synchronize()
     device.close()
