@@ -17,6 +17,12 @@ import torch
 HANG_SECONDS = 120  # the slowest test takes a tenth of this
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seeds", type=int, default=None, help="try the simulated device with so many seeds, and mutations at length"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "hang(seconds): end the test when it takes longer")
     torch.set_num_threads(1)

@@ -11,6 +11,7 @@ simulated.py has two more that run on a CPU, to test for missing waits and to me
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -92,7 +93,7 @@ class Device(ABC):
         return
 
     def close(self) -> None:
-        """End what the device owns."""
+        """Return when every copy has ended, and end what the device owns."""
         return
 
 
@@ -229,6 +230,11 @@ class CudaDevice(Device):
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.torch_device)
+
+    def close(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it is whoever waits for the copy that has to know; now none runs
+            self._in.synchronize()
+            self._out.synchronize()
 
 
 def _seconds(epoch: torch.cuda.Event, epoch_seconds: float, event: torch.cuda.Event) -> float:

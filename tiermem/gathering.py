@@ -108,13 +108,20 @@ class Gathering:
             self._unpoint(block)
 
     def invalidate(self, block: Block) -> None:
-        """The block's weights are about to change: no slot may go on showing the old ones."""
+        """The block's weights are about to change: no copy still reads the old ones, and no slot goes on showing
+        them."""
         if block.gathered:
             self._unpoint(block)
+        self.wait_copies(block)
+        if block.slot is not None:
+            self._empty(block.slot)
+
+    def wait_copies(self, block: Block) -> None:
+        """Return when no copy reads the block's HOST plane any more. Compute may be waiting for one in a slot that has
+        been taken for another block since."""
         if block.slot is not None:
             self._settle_load(block.slot)
-            block.slot.loaded.synchronize()  # a copy that nobody waited for still reads the plane
-            self._empty(block.slot)
+        block.last_copy.synchronize()
 
     def settle(self, block: Block) -> None:
         """Return when the block's update and load have ended."""
@@ -251,6 +258,7 @@ class Gathering:
         nbytes = block.layout.weight_bytes
         span = self._timeline.span(COPY_IN, block.name, "weight", nbytes)
         slot.loaded = self._device.copy_in(slot.whole(block), block.plane, slot.free_after, span)
+        block.last_copy = slot.loaded
         self._counters.bytes_copied_in += nbytes
 
     async def _load(self, block: Block, slot: Slot, targets: list[Target]) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tiermem.device import DONE, Event
 from tiermem.kernels.abi import BF16, F32
 from tiermem.layout import BlockLayout, Chunk, ParameterSpec
 from tiermem.policy import Tier
@@ -175,7 +176,10 @@ class Block:
     """Forwards that need the block gathered; without holds it may be released when its slot is wanted."""
     update: Future[None] | None = None
     """The update in flight: nothing may read weights or overwrite gradients before it is done."""
-    uploaded: Any = None  # Event: the device plane holds the updated weights
+    uploaded: Event | None = None
+    """The device plane holds the updated weights; ``None``: compute waits for it already."""
+    last_copy: Event = DONE
+    """The last copy from ``plane``; those before it have ended when it has."""
 
     def __post_init__(self) -> None:
         counts = [self.layout.slices[held.index].pieces()[0] for held in self.held]

@@ -588,9 +588,7 @@ class Runtime:
             block.wait_update()
             if block.slot is not None and block.slot.load is not None:
                 block.slot.load.result()
-            if block.uploaded is not None:
-                block.uploaded.synchronize()
-                block.uploaded = None
+            self.gathering.wait_copies(block)
         self.check()
 
     def report(self) -> Report:
@@ -683,6 +681,7 @@ class Runtime:
                     self._restore(held, self._final_value(held), None)
         self.closed = True
         self.background.close()
+        self.device.close()  # before the memory goes that copies may still be reading and writing
         if self._finalizer is not None:
             self._finalizer.detach()
         if self.store is not None:
@@ -698,7 +697,6 @@ class Runtime:
             block.plane = block.device_plane = None
             block.gradients = None  # type: ignore[assignment]
             block.chunks = []
-        self.device.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise refuse_copy("this model")
@@ -727,8 +725,8 @@ def _nesting(module: nn.Module, uses: Sequence[tuple[nn.Module, str, list[int]]]
 def _close_leftovers(background: Background, store: Store | None, engine: Engine | None, device: Device) -> None:
     """The module was dropped without ``tiermem.close``, or the process ends."""
     background.close()
+    device.close()
     if store is not None:
         store.close()
     if engine is not None:
         engine.close()
-    device.close()

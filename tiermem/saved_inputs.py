@@ -217,6 +217,7 @@ class HostShelf(Shelf):
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
         self._free: dict[int, list[torch.Tensor]] = {}
+        self._last_in: Event = DONE  # of the copies back to the device; those before it have ended when it has
 
     def start_out(self, saved: SavedInput) -> None:
         device = self._runtime.device
@@ -231,6 +232,7 @@ class HostShelf(Shelf):
         if free:
             return free.pop()
         if size > self._runtime.host_budget.free_bytes:
+            self._last_in.synchronize()  # compute may still be waiting for what an idle buffer holds
             for idle in self._free.values():
                 while idle:
                     self._runtime.give_back_host_plane(idle.pop())
@@ -248,7 +250,8 @@ class HostShelf(Shelf):
         self._runtime.counters.bytes_copied_in += saved.nbytes
         span = self._runtime.timeline.span(COPY_IN, saved.name, "activations", saved.nbytes)
         # After what the compute stream has been given: the allocator may have taken the target's memory from it.
-        return device.copy_in(target, saved.buffer[: saved.nbytes], device.mark(), span)
+        self._last_in = device.copy_in(target, saved.buffer[: saved.nbytes], device.mark(), span)
+        return self._last_in
 
     def arrive(self, saved: SavedInput, arrival: Event) -> None:
         self._runtime.device.hold(arrival)

@@ -190,6 +190,7 @@ class Updates:
             assert block.plane is not None
             span = self._runtime.timeline.span(COPY_IN, block.name, "weight", block.plane.numel())
             block.uploaded = self._runtime.device.copy_in(block.device_plane, block.plane, read, span)
+            block.last_copy = block.uploaded
             self._runtime.counters.bytes_copied_in += block.plane.numel()
 
     def _run_kernel(self, block: Block, tasks: list[UpdateTask]) -> None:

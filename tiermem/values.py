@@ -180,6 +180,11 @@ class Values:
 
         block = held.block
         block.wait_update()
+        if weight and write:
+            if block.gathered:
+                self._runtime.gathering.wait_copies(block)
+            else:
+                self._runtime.gathering.invalidate(block)
         if all(self._rests_in_memory(block, chunk, weight=weight, state=state) for chunk, _ in _segments(held)):
             for chunk, segment in _segments(held):
                 visit(segment, self._plane_of(block, chunk) if weight else None, chunk.state if state else None, chunk)  # type: ignore[arg-type]
@@ -226,7 +231,8 @@ class Values:
     def upload(self, block: Block) -> None:
         """Weights changed in HOST must reach their copies on the device."""
         if block.device_plane is not None and block.plane is not None and block.device_plane is not block.plane:
-            self._runtime.device.copy_in(block.device_plane, block.plane).synchronize()
+            device = self._runtime.device
+            device.copy_in(block.device_plane, block.plane, device.mark()).synchronize()
         if block.slot is not None:
             if block.gathered:
                 for held, view in zip(block.held, block.slot.views(block), strict=True):
