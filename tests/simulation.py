@@ -130,8 +130,8 @@ class Oracle:
                 assert isinstance(error, _sanitizer.UnsynchronizedAccessError)
                 now, before = error.current_access, error.previous_access
                 where = self.kinds.get(error.data_ptr, "freed memory")
-                what = f"{now.operator} ({now.type} {where})"
-                self.errors[f"{what} is not ordered after {before.operator} ({before.type} it)"] = None
+                access = f"{now.operator} ({now.type} {where})"
+                self.errors[f"{access} is not ordered after {before.operator} ({before.type} it)"] = None
 
     @contextlib.contextmanager
     def transfer(self, what: str, reads: Iterable[int], writes: Iterable[int]) -> Iterator[None]:
@@ -955,7 +955,7 @@ def faults_of(case: Case, directory: Path, seed: int, reference: Outcome, watch:
 class Worker:
     """Runs cases in another process: without a wait a run may hang, or crash."""
 
-    def __init__(self, timeout_s: float = 30) -> None:
+    def __init__(self, timeout_s: float = 60) -> None:
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[str] | None = None
 
