@@ -13,17 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transfers import PIECE, noise, write_then_read
 
 import tiermem.io.engine as engine_module
-from tiermem._native import NativeLibraryError
-from tiermem.io import ENGINES, AiofilesEngine, Engine, File, ThreadsEngine, UringEngine, probe, select
+from tiermem.io import ENGINES, AiofilesEngine, Engine, File, ThreadsEngine, probe, select
 from tiermem.io.faults import Call, Fault, FaultyEngine, corrupt, delay, fail, short, slower, truncate
 from tiermem.io.mounts import file_system
-from tiermem.io.uring import _load
-from tiermem.slab import SlabPool
 
 SIZES = [1, 7, 199, 513, 4095, 4096, 4097, 1_000_003]
-PIECE = 65536
 
 
 @pytest.fixture(autouse=True)
@@ -47,35 +44,6 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine = ENGINES[request.param](depth=4, piece_bytes=PIECE)
     yield engine
     engine.close()
-
-
-def noise(nbytes: int, seed: int = 0) -> bytearray:
-    return bytearray(np.random.default_rng(seed).bytes(nbytes))
-
-
-def write_then_read(engine: Engine, path: Path, nbytes: int, offset: int = 0, shift: int = 0) -> None:
-    """Through slabs, starting `shift` bytes after a page; the file around the range must stay as it was."""
-
-    async def main() -> None:
-        file = engine.open(path, create=True)
-        os.pwrite(file.fd, b"\xee" * (offset + nbytes + 10_000), 0)
-        pool = SlabPool(nbytes + shift, 2)
-        async with pool.loan() as source, pool.loan() as target:
-            pattern = noise(nbytes, nbytes + offset)
-            source.view[shift : shift + nbytes] = pattern
-            target.view[:] = b"\xdd" * target.nbytes
-            await engine.write(file, offset, source.view[shift : shift + nbytes])
-            await engine.read(file, offset, target.view[shift : shift + nbytes])
-            assert target.view[shift : shift + nbytes] == pattern
-            assert set(target.view[:shift]) | set(target.view[shift + nbytes :]) <= {0xDD}
-        file.close()
-        pool.close()
-        whole = path.read_bytes()
-        assert whole[:offset].strip(b"\xee") == whole[offset + nbytes :].strip(b"\xee") == b""
-        assert whole[offset : offset + nbytes] == pattern
-        path.unlink()
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
@@ -474,135 +442,3 @@ def test_late_and_reordered_completions_change_nothing(tmp_path: Path) -> None:
 def test_the_file_system_is_named() -> None:
     assert file_system(Path("/proc")).type == "proc"
     assert file_system(Path(__file__)).type not in ("", "unknown")
-
-
-# --- io_uring ---
-
-
-def uring(**options: int) -> UringEngine:
-    try:
-        return UringEngine(**options)
-    except OSError as error:
-        pytest.skip(f"no io_uring here: {error}")
-
-
-def test_registered_memory_is_used_and_given_up(tmp_path: Path) -> None:
-    engine = uring(depth=4, piece_bytes=PIECE)
-    pool = SlabPool(5 * PIECE, 3, engine.pin)
-    if not engine._buffers:
-        pytest.skip(f"{engine.fallbacks}")
-
-    async def main() -> None:
-        file = engine.open(tmp_path / "file", create=True)
-        async with pool.loan() as source, pool.loan() as target:
-            assert engine._buffer_at(source.address, source.nbytes) >= 0
-            assert engine._buffer_at(source.address - 1, 10) == -1
-            assert engine._buffer_at(pool.address + pool.nbytes - 5, 6) == -1
-            source.view[:] = noise(source.nbytes)
-            await engine.write(file, 0, source.view)
-            await engine.write(file, source.nbytes, memoryview(noise(1000)))  # not registered
-            await engine.read(file, 0, target.view)
-            assert target.view == source.view
-        file.close()
-
-    asyncio.run(main())
-    pool.close()
-    assert not engine._buffers
-    again = SlabPool(PIECE, 1, engine.pin)
-    assert engine._buffers
-    engine.close()
-    again.close()
-
-
-def test_memory_that_cannot_be_registered_is_used_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = uring(depth=4, piece_bytes=PIECE)
-    monkeypatch.setattr(engine._library, "tm_uring_set_buffer", lambda *_: -errno.ENOMEM)
-    SlabPool(4096, 1, engine.pin).close()
-    assert engine.fallbacks == ["I/O engine io_uring: 4096 bytes of buffers not registered (memlock limit, ulimit -l)"]
-    write_then_read(engine, tmp_path / "file", 1_000_003)
-    engine.close()
-
-
-def test_a_forbidden_io_uring_is_passed_over_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = uring()
-    monkeypatch.setattr(engine._library, "tm_uring_open", lambda *_: -errno.EPERM)
-    engine.close()
-    chosen = select(tmp_path)
-    assert chosen.name == "threads"
-    assert "io_uring passed over: [Errno 1] Operation not permitted: a container's seccomp" in chosen.fallbacks[0]
-    chosen.close()
-    with pytest.raises(RuntimeError, match="seccomp"):
-        select(tmp_path, "io_uring")
-
-
-def test_without_the_native_library_io_uring_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise NativeLibraryError("libtiermem.so does not exist")
-
-    monkeypatch.setattr("tiermem.io.uring.library", missing)
-    _load.cache_clear()
-    chosen = select(tmp_path)
-    _load.cache_clear()
-    assert chosen.name == "threads"
-    assert "it needs the native library: libtiermem.so does not exist" in chosen.fallbacks[0]
-    chosen.close()
-
-
-def test_registered_files_do_not_keep_space_after_they_are_closed(tmp_path: Path) -> None:
-    engine = uring()
-    for _ in range(3):
-        files = [engine.open(tmp_path / f"file{i}", create=True) for i in range(40)]  # more than there are slots
-        assert len(engine._slot_of_fd) == 64
-
-        async def main(files: list[File] = files) -> None:
-            for i, file in enumerate(files):
-                await engine.write(file, 0, memoryview(bytes([i]) * 5000))
-            for i, file in enumerate(files):
-                target = bytearray(5000)
-                await engine.read(file, 0, memoryview(target))
-                assert set(target) == {i}
-
-        asyncio.run(main())
-        for file in files:
-            file.close()
-            file.path.unlink()
-        assert not engine._slot_of_fd
-    engine.close()
-
-
-def test_a_ring_serves_one_loop_after_another_and_loops_live_on(tmp_path: Path) -> None:
-    """A loop whose engine was closed can watch another descriptor with the same number."""
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * 100)
-
-    async def read(engine: Engine) -> bytes:
-        file = engine.open(path)
-        target = bytearray(100)
-        await engine.read(file, 0, memoryview(target))
-        file.close()
-        return bytes(target)
-
-    async def several() -> None:
-        for _ in range(3):
-            engine = uring()
-            assert await read(engine) == b"x" * 100
-            engine.close()
-
-    engine = uring()
-    for _ in range(3):
-        assert asyncio.run(read(engine)) == b"x" * 100
-    lasting = asyncio.new_event_loop()
-    assert lasting.run_until_complete(read(engine)) == b"x" * 100
-    assert asyncio.run(read(engine)) == b"x" * 100
-    assert lasting.run_until_complete(read(engine)) == b"x" * 100
-    lasting.run_until_complete(several())
-    thread = threading.Thread(target=lasting.run_forever)
-    thread.start()
-    assert asyncio.run_coroutine_threadsafe(read(engine), lasting).result(10) == b"x" * 100
-    engine.close()  # from another thread than the loop's
-    other = uring()
-    assert asyncio.run_coroutine_threadsafe(read(other), lasting).result(10) == b"x" * 100
-    other.close()
-    lasting.call_soon_threadsafe(lasting.stop)
-    thread.join()
-    lasting.close()

@@ -1,16 +1,18 @@
 """What every I/O engine shares.
 
-Two layers. The lower one, `_read_some` and `_write_some`, makes one system call and returns how many bytes it moved, or
-raises `OSError`. The upper one, `read` and `write`, moves all bytes or raises: it cuts large transfers into pieces that
-run at the same time, continues short transfers, retries EINTR and EAGAIN, goes around a refused O_DIRECT, and gives
-every error its path, offset and size. Tests put faults between the two.
+Two layers. The lower one, `_read_some` and `_write_some`, makes one *call* and returns how many bytes it moved, or
+raises `OSError`. The upper one, `read` and `write`, moves all bytes or raises: it cuts large transfers into calls that
+run at the same time, continues short ones, retries EINTR and EAGAIN, goes around a refused O_DIRECT, and gives every
+error its path, offset and size. Tests put faults between the two.
 
-A *piece* is what one trip through the lower layer starts with; *depth* is how many pieces an engine has in flight.
+A *piece* is what the system is asked to move at once; *depth* is how many pieces an engine has in flight. A call is a
+piece, and the upper layer keeps to the depth, unless the engine takes larger calls, to cut and to queue them itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import os
 from abc import ABC, abstractmethod
@@ -152,7 +154,10 @@ class Gate:
 
 def address_of(memory: memoryview) -> int:
     """Where a contiguous buffer starts."""
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    except (TypeError, ValueError):  # read-only, or of no bytes; numpy takes all, and ten times as long
+        return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 async def finish(future: asyncio.Future[T]) -> T:
@@ -173,6 +178,27 @@ async def finish(future: asyncio.Future[T]) -> T:
     return future.result()
 
 
+class UnstoppableFuture(asyncio.Future[T]):
+    """Of work that uses memory which its caller will reuse: who awaits it is cancelled only when it is done."""
+
+    def stop(self) -> None:
+        """Told of a cancellation, to make the work end soon."""
+
+    def cancel(self, msg: object = None) -> bool:
+        if not self.done():
+            self.stop()
+        return False  # the task that awaits it takes note and raises when it next runs (`asyncio.Task.cancel`)
+
+    async def outcome(self) -> T:
+        """The result."""
+        try:
+            return await self
+        except asyncio.CancelledError:
+            if self.done():
+                self.exception()  # seen: the cancellation goes first
+            raise
+
+
 class Engine(ABC):
     """Moves bytes between memory and files. Used from one event loop at a time; the transfers may overlap freely.
 
@@ -187,7 +213,16 @@ class Engine(ABC):
     name: str
     usual_depth: ClassVar[int] = 1
 
-    def __init__(self, *, depth: int, piece_bytes: int = PIECE_BYTES, direct: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        depth: int,
+        piece_bytes: int = PIECE_BYTES,
+        direct: bool = True,
+        call_bytes_max: int | None = None,
+        calls_max: int | None = None,
+    ) -> None:
+        """call_bytes_max, calls_max: of an engine that cuts calls and keeps to the depth itself."""
         if depth < 1 or piece_bytes < DIRECT_ALIGNMENT or piece_bytes % DIRECT_ALIGNMENT:
             raise ValueError(f"depth must be at least 1 and piece_bytes a multiple of 4096: {depth}, {piece_bytes}")
         self.depth = depth
@@ -196,7 +231,9 @@ class Engine(ABC):
         self.bytes_read = 0
         self.bytes_written = 0
         self.fallbacks: list[str] = []
-        self._gate = Gate(depth)
+        self._owner_pid = os.getpid()
+        self._call_bytes_max = self.piece_bytes if call_bytes_max is None else call_bytes_max
+        self._gate = Gate(depth if calls_max is None else calls_max)
 
     def open(self, path: str | os.PathLike[str], *, create: bool = False) -> File:
         """Open a file in the way this engine wants it; `create` makes a new one with mode 0600."""
@@ -230,23 +267,25 @@ class Engine(ABC):
         """One write. It must not end, not even by cancellation, while the system may read from `source`."""
 
     async def _move(self, direction: _Direction, file: File, offset_bytes: int, memory: memoryview) -> None:
+        if os.getpid() != self._owner_pid:
+            raise RuntimeError("an I/O engine's threads are not in a forked child: make another one there")
         if memory.format != "B" or memory.ndim != 1:
             memory = memory.cast("B")
         if offset_bytes < 0:
             raise ValueError(f"negative offset {offset_bytes} in {file.path}")
         if not memory.nbytes:
             return
-        pieces = list(_cut(offset_bytes, memory, address_of(memory), self.piece_bytes))
+        parts = list(_cut(offset_bytes, memory, address_of(memory), self._call_bytes_max))
         file.enter()
         try:
-            if len(pieces) == 1:
-                await self._move_piece(direction, file, *pieces[0])
+            if len(parts) == 1:
+                await self._move_part(direction, file, *parts[0])
             else:
-                await _all(self._move_piece(direction, file, *piece) for piece in pieces)
+                await _all(self._move_part(direction, file, *part) for part in parts)
         finally:
             file.leave()
 
-    async def _move_piece(
+    async def _move_part(
         self, direction: _Direction, file: File, offset_bytes: int, memory: memoryview, aligned: bool
     ) -> None:
         some = self._read_some if direction is _READ else self._write_some
@@ -297,21 +336,21 @@ _WRITE = _Direction("write", "writing")
 
 
 def _cut(
-    offset_bytes: int, memory: memoryview, address: int, piece_bytes: int
+    offset_bytes: int, memory: memoryview, address: int, part_bytes: int
 ) -> Iterator[tuple[int, memoryview, bool]]:
-    """Pieces (offset, memory, whether all of it is aligned); an unaligned end is a piece of its own."""
+    """Parts (offset, memory, whether all of it is aligned); an unaligned end is a part of its own."""
     nbytes = memory.nbytes
     aligned_bytes = 0
     if offset_bytes % DIRECT_ALIGNMENT == 0 and address % DIRECT_ALIGNMENT == 0:
         aligned_bytes = nbytes // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
     for start, stop, aligned in ((0, aligned_bytes, True), (aligned_bytes, nbytes, False)):
-        for at in range(start, stop, piece_bytes):
-            yield offset_bytes + at, memory[at : min(at + piece_bytes, stop)], aligned
+        for at in range(start, stop, part_bytes):
+            yield offset_bytes + at, memory[at : min(at + part_bytes, stop)], aligned
 
 
-async def _all(pieces: Iterator[Awaitable[None]]) -> None:
-    """Run the pieces together; end when all have ended, with the first error or the cancellation."""
-    tasks = [asyncio.ensure_future(piece) for piece in pieces]
+async def _all(parts: Iterator[Awaitable[None]]) -> None:
+    """Run the parts together; end when all have ended, with the first error or the cancellation."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
     cancelled: asyncio.CancelledError | None = None
     while not all(task.done() for task in tasks):
         try:

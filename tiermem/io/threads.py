@@ -11,12 +11,12 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from tiermem.io.engine import PIECE_BYTES, Engine, File, finish
+from tiermem.io.engine import PIECE_BYTES, Engine, File, UnstoppableFuture
 
 __all__ = ["ThreadsEngine"]
 
 _Call: TypeAlias = Callable[[int, list[memoryview], int], int]
-_Job: TypeAlias = tuple[asyncio.AbstractEventLoop, asyncio.Future[int], _Call, int, memoryview, int]
+_Job: TypeAlias = tuple[asyncio.AbstractEventLoop, UnstoppableFuture[int], _Call, int, memoryview, int]
 
 
 class ThreadsEngine(Engine):
@@ -46,9 +46,9 @@ class ThreadsEngine(Engine):
         if not self._stop.alive:
             raise RuntimeError("the I/O engine is closed")
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[int] = loop.create_future()
+        future: UnstoppableFuture[int] = UnstoppableFuture(loop=loop)
         self._jobs.put((loop, future, call, fd, memory, offset_bytes))
-        return await finish(future)
+        return await future.outcome()
 
     def close(self) -> None:
         self._stop()
