@@ -28,6 +28,7 @@ SMALL = Options(
     seconds=0.01,
     repeats=2,
     stream_bytes=16 * MIB,
+    stream_rounds=2,
     compare_seconds=0.2,
     compare_rounds=2,
 )
@@ -53,8 +54,13 @@ def test_a_bench_measures_everything_marks_the_best_and_leaves_nothing(tmp_path:
         assert min(measurement.bytes_per_second) > 0
         assert measurement.spread >= 0
     assert bench.best in bench.settings()
-    assert {stream.setting.engine for stream in bench.streams} == engines
-    assert all(stream.moved_bytes == 16 * MIB and stream.longest_stall_seconds > 0 for stream in bench.streams)
+    *streams, alone = bench.streams
+    assert {stream.setting.engine for stream in streams if stream.setting is not None} == engines
+    assert alone.setting is None
+    assert all(stream.moved_bytes == 16 * MIB and len(stream.cpu_seconds_per_gib) == 2 for stream in streams)
+    for stream in bench.streams:
+        assert len(stream.longest_stall_seconds) == len(stream.stalled_share) == 2
+        assert all(0 <= share <= 1 for share in stream.stalled_share)
     text = out.getvalue()
     assert str(disk) in text
     assert text.count(" *") >= 1
@@ -133,6 +139,7 @@ def test_free_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"file_bytes": 4096}, "too small"),
         ({"engines": ("fancy",)}, "'fancy'.*io_uring"),
         ({"repeats": 0}, "nothing to measure"),
+        ({"stream_rounds": 0}, "stream_rounds"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, object], message: str) -> None:

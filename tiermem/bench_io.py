@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import itertools
 import json
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -40,11 +41,14 @@ from tiermem.store import OwnedDirectories, allocate, check_directory, free_byte
 __all__ = ["Bench", "Comparison", "Measurement", "Options", "Setting", "Stream", "measure", "measure_quickly", "run"]
 
 Mode = Literal["read", "write", "mixed"]
+T = TypeVar("T")
 MODES: tuple[Mode, ...] = ("read", "write", "mixed")
 
 _MIB = 1 << 20
 _GIB = 1 << 30
 _STREAM_SECONDS_MAX = 15.0
+_ALONE_SECONDS_MAX = 2.0
+_STALL_SECONDS_MIN = 100e-6  # a thread that looks at the clock all the time sees it move by 0.1 us
 _SAME_SPEED = 0.97  # within this of the best score, the setting that needs the interpreter least is taken
 
 
@@ -55,7 +59,8 @@ class Options:
     engines: names of `ENGINES`; those that do not work in the directory are passed over, with the reason.
     file_bytes: size of the file that is read and written; it is removed at the end.
     seconds: length of one measurement. repeats: measurements of each setting and mode.
-    stream_bytes: moved once more with every engine to see what it costs the processor and other threads; 0: not at all.
+    stream_bytes: moved with every engine to see what it costs the processor and other threads; 0: not at all.
+    stream_rounds: how often, all engines in turns.
     compare_seconds, compare_rounds: runs against fio.
     """
 
@@ -66,12 +71,15 @@ class Options:
     seconds: float = 0.5
     repeats: int = 3
     stream_bytes: int = 8 * _GIB
+    stream_rounds: int = 5
     compare_seconds: float = 2.0
     compare_rounds: int = 7
 
     def __post_init__(self) -> None:
         if not (self.engines and self.request_bytes and self.depths) or self.repeats < 1 or self.seconds <= 0:
             raise ValueError("nothing to measure: engines, request sizes, depths, repeats and seconds must be positive")
+        if self.stream_bytes and self.stream_rounds < 1:
+            raise ValueError(f"stream_rounds is at least 1, not {self.stream_rounds}: stream_bytes=0 for no streams")
         for nbytes in self.request_bytes:
             if nbytes < 4096 or nbytes % 4096:
                 raise ValueError(f"request sizes are multiples of 4096 bytes, not {nbytes}")
@@ -113,15 +121,21 @@ class Measurement:
         return max(abs(value / self.median - 1) for value in self.bytes_per_second)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stream:
-    """A long mixed stream in the background of a busy Python thread: the longest time that thread stood still."""
+    """Long mixed streams in the background of a busy Python thread, which looks at the clock; a value per round.
 
-    setting: Setting
-    moved_bytes: int
-    bytes_per_second: float
-    cpu_seconds_per_gib: float
-    longest_stall_seconds: float
+    setting: None for that thread alone, for comparison: it stands still when the machine has other things to do.
+    longest_stall_seconds: the longest time between two looks. stalled_share: of the whole time, in stalls of 0.1 ms and
+        more.
+    """
+
+    setting: Setting | None
+    moved_bytes: int  # in each round
+    bytes_per_second: list[float] = field(default_factory=list)
+    cpu_seconds_per_gib: list[float] = field(default_factory=list)
+    longest_stall_seconds: list[float] = field(default_factory=list)
+    stalled_share: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -342,11 +356,7 @@ class _Measuring:
         self._fill(engines[0])
         self._sweep(engines)
         if self.options.stream_bytes:
-            for name in engines:
-                self.progress(f"streaming with {name}", 0)
-                best = self._best_of(name)
-                in_use = replace(best, depth=max(best.depth, usual_depth(name)))  # as `select` would have it
-                self.bench.streams.append(self._stream(in_use))
+            self._stream_in_turns([self._in_use(name) for name in engines])
         if against is not None:
             self._compare(against)
 
@@ -376,41 +386,73 @@ class _Measuring:
         self.bench.measurements = measurements
         self.bench.best = best_setting(self.bench, settings)
 
-    def _best_of(self, engine: str) -> Setting:
-        return best_setting(self.bench, [setting for setting in self.bench.settings() if setting.engine == engine])
+    def _in_use(self, engine: str) -> Setting:
+        """As `select` would have it."""
+        best = best_setting(self.bench, [setting for setting in self.bench.settings() if setting.engine == engine])
+        return replace(best, depth=max(best.depth, usual_depth(engine)))
 
-    def _stream(self, setting: Setting) -> Stream:
-        """Moves bytes in a background thread, as a runtime does, while this one does nothing but look at the clock."""
+    def _stream_in_turns(self, settings: Sequence[Setting]) -> None:
+        streams = [Stream(setting, 0) for setting in settings]
+        alone = Stream(None, 0)
+        self.bench.streams = [*streams, alone]
+        rounds = self.options.stream_rounds
+        for turn in range(rounds):
+            for number, stream in enumerate(streams):
+                self.progress(f"streaming with {stream.setting}", (turn + number / len(streams)) / rounds)
+                self._stream(stream)
+            seconds = min(_ALONE_SECONDS_MAX, streams[0].moved_bytes / streams[0].bytes_per_second[-1])
+            self._watch(alone, functools.partial(time.sleep, seconds))
+
+    def _stream(self, stream: Stream) -> None:
+        setting = stream.setting
+        if setting is None:
+            raise AssertionError("nothing to move")
+        moved, cpu_seconds = self._watch(
+            stream,
+            lambda: self._move(setting, "mixed", seconds=_STREAM_SECONDS_MAX, bytes_max=self.options.stream_bytes),
+        )
+        stream.moved_bytes = moved.nbytes
+        stream.bytes_per_second.append(moved.nbytes / moved.seconds)
+        stream.cpu_seconds_per_gib.append(cpu_seconds / moved.nbytes * _GIB)
+
+    def _watch(self, stream: Stream, work: Callable[[], T]) -> tuple[T, float]:
+        """Work in a background thread, as a runtime does, while this one does nothing but look at the clock.
+
+        What the work returned, and the processor time that the process took for it.
+        """
         ended = threading.Event()
-        results: list[_Moved | BaseException] = []
+        results: list[T | BaseException] = []
 
-        def stream() -> None:
+        def run() -> None:
             try:
-                bytes_max = self.options.stream_bytes
-                results.append(self._move(setting, "mixed", seconds=_STREAM_SECONDS_MAX, bytes_max=bytes_max))
+                results.append(work())
             except BaseException as error:
                 results.append(error)
             finally:
                 ended.set()
 
-        thread = threading.Thread(target=stream, name="tiermem-bench")
+        thread = threading.Thread(target=run, name="tiermem-bench")
         cpu_seconds, own_seconds = time.process_time(), time.thread_time()
         thread.start()
-        longest = 0.0
-        last = time.perf_counter()
+        longest = stalled = 0.0
+        first = last = time.perf_counter()
         try:
             while not ended.is_set():
                 now = time.perf_counter()
-                longest = max(longest, now - last)
-                last = now
+                gap, last = now - last, now
+                longest = max(longest, gap)
+                if gap >= _STALL_SECONDS_MIN:
+                    stalled += gap
         finally:
             self._stopped = not ended.is_set()  # Ctrl-C
             thread.join()
         cpu_seconds = time.process_time() - cpu_seconds - (time.thread_time() - own_seconds)
-        moved = results[0]
-        if isinstance(moved, BaseException):
-            raise moved
-        return Stream(setting, moved.nbytes, moved.nbytes / moved.seconds, cpu_seconds / moved.nbytes * _GIB, longest)
+        result = results[0]
+        if isinstance(result, BaseException):
+            raise result
+        stream.longest_stall_seconds.append(longest)
+        stream.stalled_share.append(stalled / (last - first))
+        return result, cpu_seconds
 
     def _compare(self, against: Literal["fio"]) -> None:
         setting = self.bench.best
@@ -494,9 +536,10 @@ class _Moved:
 def best_setting(bench: Bench, settings: Sequence[Setting]) -> Setting:
     """The setting that keeps most of each mode's best speed.
 
-    Among equals, the one with the largest requests: each completion needs the interpreter, which is busy while a model
-    trains (1 MiB requests of io_uring fell from 5 to 0.2 GB/s beside a busy Python thread). Then the one with the
-    fewest in flight, then the one that costs the processor least.
+    Among equals, the one with the largest requests: each one's end costs the processor something and, here, needs the
+    interpreter, which is busy while a model trains (beside a busy Python thread io_uring moved 4.3 GB/s with requests
+    of 8 MiB, 2.3 with those of 1 MiB). Then the one with the fewest in flight, then the one that costs the processor
+    least.
     """
     fastest = {mode: max(bench.of(setting, mode).median for setting in settings) for mode in MODES}
 
@@ -578,18 +621,7 @@ def _print(console: Console, bench: Bench) -> None:
         )
     console.print(table)
     if bench.streams:
-        table = Table(caption="A long stream, both ways, in the background of a busy Python thread")
-        for heading in ("engine", "moved", "GB/s", "CPU s/GiB", "longest stall"):
-            table.add_column(heading, justify="left" if heading == "engine" else "right")
-        for stream in bench.streams:
-            table.add_row(
-                str(stream.setting),
-                format_bytes(stream.moved_bytes),
-                _speed(stream.bytes_per_second),
-                f"{stream.cpu_seconds_per_gib:.3f}",
-                f"{stream.longest_stall_seconds * 1000:.1f} ms",
-            )
-        console.print(table)
+        console.print(_table_of_streams(bench.streams))
     if bench.comparisons:
         table = Table(caption=f"{bench.best}, the same file, in turns; medians in GB/s")
         for heading in ("mode", "tiermem", bench.comparisons[0].against, "ratio"):
@@ -602,6 +634,32 @@ def _print(console: Console, bench: Bench) -> None:
                 f"{comparison.ratio:.3f}",
             )
         console.print(table)
+
+
+def _table_of_streams(streams: Sequence[Stream]) -> Table:
+    rounds = len(streams[0].bytes_per_second)
+    table = Table(
+        caption=f"Streams both ways in the background of a busy Python thread, medians of {rounds} in turns; how long "
+        "at most, and for which share of the time, that thread stood still"
+    )
+    for heading in ("engine", "moved", "GB/s", "CPU s/GiB", "longest stall", "stood still"):
+        table.add_column(heading, justify="left" if heading == "engine" else "right")
+    for stream in streams:
+        stalls = (
+            f"{statistics.median(stream.longest_stall_seconds) * 1000:.1f} ms",
+            f"{statistics.median(stream.stalled_share):.1%}",
+        )
+        if stream.setting is None:
+            table.add_row("no stream", "", "", "", *stalls)
+        else:
+            table.add_row(
+                str(stream.setting),
+                format_bytes(stream.moved_bytes),
+                _speed(statistics.median(stream.bytes_per_second)),
+                f"{statistics.median(stream.cpu_seconds_per_gib):.4f}",
+                *stalls,
+            )
+    return table
 
 
 def _cpu(measurement: Measurement) -> Measurement:
