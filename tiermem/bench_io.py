@@ -47,6 +47,7 @@ MODES: tuple[Mode, ...] = ("read", "write", "mixed")
 _MIB = 1 << 20
 _GIB = 1 << 30
 _STREAM_SECONDS_MAX = 15.0
+_TRANSFERS = 2  # begun for each piece in flight, so that an engine has something to go on with when one has ended
 _ALONE_SECONDS_MAX = 2.0
 _STALL_SECONDS_MIN = 100e-6  # a thread that looks at the clock all the time sees it move by 0.1 us
 _SAME_SPEED = 0.97  # within this of the best score, the setting that needs the interpreter least is taken
@@ -320,7 +321,7 @@ def _working(directory: Path, names: Sequence[str]) -> tuple[list[str], dict[str
 def _memory(options: Options) -> Iterator[memoryview]:
     """Page-aligned, and filled with what no disk can compress."""
     depths = (*options.depths, *(usual_depth(name) for name in options.engines if options.stream_bytes))
-    pool = SlabPool(max(options.request_bytes) * max(depths), 1)
+    pool = SlabPool(_TRANSFERS * max(options.request_bytes) * max(depths), 1)
     slab = asyncio.run(pool.acquire())
     try:
         tile = random.Random(0).randbytes(_MIB)
@@ -483,13 +484,13 @@ class _Measuring:
         engine = ENGINES[setting.engine](depth=setting.depth, piece_bytes=setting.request_bytes)
         file = engine.open(self.file.path)
         try:
-            if not file.direct and mode != "write":
-                _drop_cache(file)
             with contextlib.ExitStack() as stack:
-                used = self.memory[: setting.request_bytes * setting.depth]
+                used = self.memory[: _TRANSFERS * setting.request_bytes * setting.depth]
                 stack.callback(engine.pin(address_of(used), used.nbytes))
                 return asyncio.run(self._move_on_loop(engine, file, setting, mode, seconds, bytes_max))
         finally:
+            if not file.direct:
+                _drop_cache(file)  # or what is read next comes from there, and direct writes have to drop it
             file.close()
             engine.close()
 
@@ -518,7 +519,7 @@ class _Measuring:
                     await engine.read(file, next(reads) % places * size, view)
                 moved_bytes += size
 
-        await asyncio.gather(*(worker(number) for number in range(setting.depth)))
+        await asyncio.gather(*(worker(number) for number in range(_TRANSFERS * setting.depth)))
         if not file.direct and mode != "read":
             os.fdatasync(file.fd)
         elapsed, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
