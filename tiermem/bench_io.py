@@ -221,12 +221,13 @@ def run(
             TimeRemainingColumn(),
             console=console,
             transient=True,
+            auto_refresh=False,  # its thread would take part in what is measured
         )
         with progress:
             bar = progress.add_task("")
 
             def show(what: str, done: float, bar: Any = bar, progress: Progress = progress) -> None:
-                progress.update(bar, description=what, completed=100 * done)
+                progress.update(bar, description=what, completed=100 * done, refresh=True)
 
             bench = measure(directory, options, against=against, progress=show)
         benches.append(bench)
