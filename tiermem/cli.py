@@ -295,13 +295,16 @@ def bench_io(
 
 @bench.command("adam")
 def bench_adam(
-    size: Annotated[int, typer.Option(min=1, help="Parameters, in millions: more than the caches hold.")] = 32,
+    size: Annotated[int, typer.Option(min=1, help="Parameters, in millions: more than the caches hold.")] = 64,
     threads: Annotated[list[int] | None, typer.Option(help="Thread counts. [default: 1 and all cores]")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each, taking turns.")] = 9,
     others: Annotated[
         bool, typer.Option(help="Also torch's optimizers, and DeepSpeed's where it is installed.")
     ] = True,
     numba: Annotated[bool, typer.Option(help="Also the kernels that serve without a compiler.")] = True,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every instruction set with all chunks and formats.")
+    ] = False,
     disk: Annotated[Path | None, typer.Option(help="Also with states on disk, in this directory.")] = None,
 ) -> None:
     """Measure the optimizer pass beside the limit that memory sets, formats of moments, and torch's own."""
@@ -310,7 +313,13 @@ def bench_adam(
 
         run(
             Options(
-                numel=size << 20, threads=tuple(threads or ()), rounds=rounds, others=others, numba=numba, disk=disk
+                numel=size << 20,
+                threads=tuple(threads or ()),
+                rounds=rounds,
+                others=others,
+                numba=numba,
+                everything=everything,
+                disk=disk,
             ),
             Console(),
         )
