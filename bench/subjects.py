@@ -38,10 +38,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from transformers import LlamaForCausalLM  # noqa: F401  counted in the baseline, not in the peak above it
 
-    from tiermem.process import return_freed_tensors
-
     torch.set_num_threads(options.threads)
-    return_freed_tensors()  # for all subjects alike: what is measured is what they hold, not holes in the heap
     if options.child == "plain":
         return _plain(options)
     if options.child == "deepspeed":
@@ -165,7 +162,7 @@ def _tiered(options: argparse.Namespace) -> dict[str, Any]:
         host = (2 + 4 + 10 // 2) * numel + (96 << 20)  # weights, gradients, half of the states; staging and padding
     model = tiermem.offload(
         model,
-        memory=tiermem.Memory(device=options.device_memory, host=host, disk=options.disk if uses_disk else None),
+        memory=tiermem.Memory(device=options.device_memory, host=host, disk=options.disk) if uses_disk else None,
         policy=tiermem.Policy(**TIERED[options.child], threads=options.threads),
         device="cpu",
     )

@@ -117,7 +117,7 @@ def train(
     trace_steps: Annotated[int, typer.Option(min=1, help="Steps that --trace records.")] = 10,
 ) -> None:
     """Fine-tune a causal language model on text, with weights and optimizer states where they fit."""
-    console = Console()
+    console = _console()
     _require("transformers", "tiermem[hf]")
     try:
         import torch
@@ -179,7 +179,7 @@ def verify(
     try:
         from tiermem.verify import run
 
-        passed = run(Console(), steps=steps, disk=disk, device=device, kernels=kernels.value)
+        passed = run(_console(), steps=steps, disk=disk, device=device, kernels=kernels.value)
     except (ValueError, OSError, RuntimeError) as error:
         _fail(error)
     raise typer.Exit(0 if passed else 1)
@@ -196,7 +196,7 @@ def doctor(
     try:
         from tiermem.doctor import run
 
-        sound = run(Console(), directories or [], as_json=as_json)
+        sound = run(_console(), directories or [], as_json=as_json)
     except (ValueError, OSError, RuntimeError) as error:
         _fail(error)
     raise typer.Exit(0 if sound else 1)
@@ -281,7 +281,7 @@ def bench_io(
             repeats=repeats,
         )
         run(
-            Console(),
+            _console(),
             directories,
             options,
             against="fio" if against else None,
@@ -321,7 +321,7 @@ def bench_adam(
                 everything=everything,
                 disk=disk,
             ),
-            Console(),
+            _console(),
         )
     except (ValueError, OSError, RuntimeError) as error:
         _fail(error)
@@ -335,6 +335,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
+
+
+def _console() -> Console:
+    """The terminal; a pipe or a file is wide enough for tables."""
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def _fail(error: BaseException) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, cast
@@ -14,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tiermem.activations import Activations
 from tiermem.device import Device, select_device
 from tiermem.hooks import Installed
-from tiermem.memory import Memory
+from tiermem.memory import Memory, parse_bytes
 from tiermem.planes import Held, held_of
 from tiermem.policy import Policy
 from tiermem.process import return_freed_tensors
@@ -24,6 +25,9 @@ from tiermem.trace import register
 
 M = TypeVar("M", bound=nn.Module)
 _ATTRIBUTE = "_tiermem_surface"
+_HOLES_MATTER_BYTES = 2 << 30
+"""A budget is a promise, and on a CPU device autograd's tensors come from the same heap: below this it must not keep
+their holes (some 200 MB). Giving them back costs page faults, a tenth of a small model's backward."""
 
 
 def offload(
@@ -61,14 +65,18 @@ def offload(
             if buffer is not None and buffer.device.type != "meta" and buffer.device != on.torch_device:
                 part._buffers[name] = buffer.to(on.torch_device)
     memory = memory or Memory()
-    if on.unified and (memory.device is not None or memory.host is not None):
-        # A budget is a promise, and on a CPU device autograd's tensors come from the same heap: it must not keep
-        # their holes.
+    if on.unified and _granted_bytes(memory) < _HOLES_MATTER_BYTES:
         return_freed_tensors(1 << 20)
     runtime = Runtime(module, memory, policy or Policy(), on)
     register(runtime.timeline)
     object.__setattr__(module, _ATTRIBUTE, Surface(module, runtime))
     return module
+
+
+def _granted_bytes(memory: Memory) -> float:
+    """What the user has set as budgets, together."""
+    granted = [parse_bytes(size) for size in (memory.device, memory.host) if size is not None]
+    return sum(granted) if granted else math.inf
 
 
 class Surface:
