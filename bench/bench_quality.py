@@ -26,10 +26,13 @@ from llama import PlainAdamW
 import tiermem
 from tiermem import pretrained, text
 
-SUBJECTS = ("plain", "fp32", "bf16", "int8")
-LIMITS = {"fp32": 0.2, "bf16": 0.2, "int8": 0.5}
-"""Per cent that the held-out loss may lie above plain torch's (fp32's above it too)."""
+SUBJECTS = ("plain", "again", "fp32", "bf16", "int8")
+"""``again`` is plain torch with its unfused AdamW, which rounds in another order: what differs between these two is
+chance, and no format can be held to less."""
+LIMITS = {"fine-tune": {"again": 0.2, "fp32": 0.2, "bf16": 0.2, "int8": 0.5}, "scratch": {}}
+"""Per cent that the held-out loss may lie above plain torch's. From scratch, chance alone moves it by more."""
 
+NAMES = {"plain": "plain torch", "again": "plain torch, AdamW not fused"}
 CLIP = 1.0
 LEARNING_RATES = {"fine-tune": 2e-5, "scratch": 1e-3}
 HELD_OUT_SEQUENCES = 64
@@ -58,11 +61,11 @@ def _print(run: str, results: dict[str, dict[str, Any]]) -> bool:
     rows, missed = [], False
     for name, result in results.items():
         above = 100 * (final[name] / final[first] - 1)
-        limit = LIMITS.get(name)
+        limit = LIMITS[run].get(name)
         missed |= limit is not None and first == "plain" and above > limit
         rows.append(
             [
-                "plain torch" if name == "plain" else f"tiermem, moments in {name}",
+                NAMES.get(name, f"tiermem, moments in {name}"),
                 f"{result['losses'][0][1]:.4f}",
                 f"{final[name]:.4f}",
                 "" if name == first else f"{above:+.2f} %",
@@ -101,7 +104,7 @@ def _child(options: argparse.Namespace) -> dict[str, Any]:
             if (number + 1) % max(1, steps // 4) == 0 and number + 1 < steps:
                 losses.append((number + 1, _held_out_loss(model, held_out, options.batch)))
         losses.append((steps, _held_out_loss(model, held_out, options.batch)))
-        if subject != "plain":
+        if subject not in NAMES:
             tiermem.close(model)
     return {"losses": losses, "seconds": seconds, "steps": steps, "tokens": options.batch * options.length}
 
@@ -157,8 +160,8 @@ def _stepper(model: Any, subject: str, lr: float, steps: int) -> Callable[[int],
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * number / steps))
         return lr * min(1.0, (number + 1) / warmup) * cosine
 
-    if subject == "plain":
-        plain = PlainAdamW(model, lr, CLIP)
+    if subject in NAMES:
+        plain = PlainAdamW(model, lr, CLIP, fused=subject == "plain")
 
         def step_plain(number: int) -> None:
             plain.set_rate(rate(number))

@@ -103,10 +103,10 @@ def batches(size: str, count: int, shape: tuple[int, int], device: torch.device)
 class PlainAdamW:
     """What training in memory uses: bf16 weights, fp32 masters, torch's fused AdamW on them, clipping."""
 
-    def __init__(self, model: nn.Module, lr: float, clip: float) -> None:
+    def __init__(self, model: nn.Module, lr: float, clip: float, *, fused: bool = True) -> None:
         self._weights = list(model.parameters())
         self._masters = [nn.Parameter(weight.detach().float()) for weight in self._weights]
-        self._optimizer = torch.optim.AdamW(self._masters, lr=lr, fused=True)
+        self._optimizer = torch.optim.AdamW(self._masters, lr=lr, fused=fused)
         self._clip = clip
 
     def set_rate(self, lr: float) -> None:
