@@ -86,7 +86,8 @@ def close_in_spite_of(lib: Tiered) -> None:
     assert bool(lost) == bool(missing), f"{missing[:3]} without their values; said: {lost}"
     if missing:
         assert lib.placement.weights == "disk"
-        assert missing[0] in lost[0]
+        # Not always the first: where a write has closed the gap of a truncated file, its zeros have become NaN unsaid.
+        assert any(name in lost[0] for name in missing)
         assert str(lib.directory) in lost[0]
 
 
