@@ -44,8 +44,8 @@ public:
 
     int open(unsigned entries);
 
-    // Puts an entry, to be given to the kernel by the next `submit`. Never more than `entries` are put and not completed.
-    // file_slot, buffer_slot: where the file and the memory are registered, or -1.
+    // Puts an entry, to be given to the kernel by the next `submit_and_wait`. Never more than `entries` are put and not
+    // completed. file_slot, buffer_slot: where the file and the memory are registered, or -1.
     void put_move(bool write, int file, int file_slot, const void* memory, uint32_t nbytes, uint64_t offset,
                   int buffer_slot, uint64_t tag);
 

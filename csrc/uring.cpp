@@ -268,7 +268,8 @@ private:
         const Piece& piece = pieces_[index];
         const Transfer& transfer = *piece.transfer;
         const uint64_t at = piece.start + piece.done;
-        ring.put_move(transfer.write, transfer.file, transfer.file_slot, transfer.memory + at, piece.nbytes - piece.done,
+        const uint32_t rest = piece.nbytes - piece.done;
+        ring.put_move(transfer.write, transfer.file, transfer.file_slot, transfer.memory + at, rest,
                       transfer.offset + at, transfer.buffer_slot, index);
     }
 
@@ -435,7 +436,8 @@ TM_EXPORT int32_t tm_uring_free(void* made) {
     return 0;
 }
 
-// Queues a transfer, for the thread to see at the next `flush`, or before. file_slot, buffer_slot: where the file and the memory are registered, or -1.
+// Queues a transfer, for the thread to see at the next `flush`, or before. file_slot, buffer_slot: where the file and
+// the memory are registered, or -1.
 TM_EXPORT int32_t tm_uring_submit(void* made, int32_t write, int32_t file, int32_t file_slot, uint64_t address,
                                   uint64_t nbytes, uint64_t offset, int32_t buffer_slot, uint64_t tag) {
     if (!made) return -ESHUTDOWN;

@@ -86,8 +86,7 @@ def close_in_spite_of(lib: Tiered) -> None:
     assert bool(lost) == bool(missing), f"{missing[:3]} without their values; said: {lost}"
     if missing:
         assert lib.placement.weights == "disk"
-        # Not always the first: where a write has closed the gap of a truncated file, its zeros have become NaN unsaid.
-        assert any(name in lost[0] for name in missing)
+        assert missing[0] in lost[0]
         assert str(lib.directory) in lost[0]
 
 
@@ -116,7 +115,9 @@ def test_an_error_of_the_disk_is_raised_by_the_end_of_the_step(
     on, effect, code = BROKEN[what]
     threads = thread_count()
     engine = faulty()
-    lib = Tiered(placement, tmp_path / "disk", policy={"io": engine})
+    # A write still under way may make a truncated file long again. The gap reads as zeros, which only checksums tell.
+    policy = {"io": engine, "verify_disk": what == "a truncated file"}
+    lib = Tiered(placement, tmp_path / "disk", policy=policy)
     model = lib.offload(Stack(depth=4).bfloat16())
     optimizer = lib.AdamW(model.parameters(), lr=3e-3)
     train(lib, model, optimizer, steps=2, clip=0.3)

@@ -23,7 +23,16 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
-__all__ = ["DIRECT_ALIGNMENT", "PIECE_BYTES", "TRANSFER_BYTES_MAX", "Engine", "File", "address_of", "finish"]
+__all__ = [
+    "DIRECT_ALIGNMENT",
+    "PIECE_BYTES",
+    "TRANSFER_BYTES_MAX",
+    "Engine",
+    "File",
+    "UnstoppableFuture",
+    "address_of",
+    "finish",
+]
 
 DIRECT_ALIGNMENT = 4096
 """Address, offset and length of direct I/O are multiples of this: enough for every usual device."""
