@@ -27,6 +27,8 @@ from reference import (
 )
 from torch import Tensor, nn
 
+from tiermem.planes import held_of
+
 Compare = Callable[..., Outcome]
 
 
@@ -122,6 +124,24 @@ def test_every_engine_gives_the_same_bits(core_outcomes: dict[str, Outcome], tmp
                 raise
             continue
         assert_same_bits(outcome, core_outcomes.setdefault("first", outcome))
+
+
+def test_two_directories_give_the_bits_of_one(tmp_path: Path) -> None:
+    """And both carry traffic, reads and writes."""
+    one = run_tiered(core, ON_DISK, tmp_path / "one")
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    torch.manual_seed(7)
+    lib = Tiered(ON_DISK, tmp_path / "unused", memory={"disk": directories})
+    core(lib)
+    held = held_of(next(lib.models[0].parameters()))
+    assert held is not None
+    assert held.runtime.store is not None
+    assert [traffic.directory for traffic in held.runtime.store.traffic()] == directories
+    assert all(traffic.bytes_read and traffic.bytes_written for traffic in held.runtime.store.traffic())
+    assert_same_bits(lib.outcome(), one)
+    lib.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
