@@ -1,0 +1,36 @@
+"""The background threads: what they may and may not do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tiermem.background import Background
+
+
+async def _threads() -> int:
+    return torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        lambda background: background.run(_threads()),
+        lambda background: background.start_kernel(torch.get_num_threads).result(),
+        lambda background: background.run(background.wait(torch.get_num_threads)),
+    ],
+    ids=["loop", "kernel", "wait"],
+)
+def test_torch_has_no_team_there(where: Callable[[Background], int]) -> None:
+    """A team that idles would make the main thread's team slow; the main thread keeps its own."""
+    mine = torch.get_num_threads()
+    torch.set_num_threads(2)  # what threads that begin later would take over
+    background = Background("test")
+    try:
+        assert where(background) == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        background.close()
+        torch.set_num_threads(mine)
