@@ -33,6 +33,7 @@ Runs = dict[str, list[dict[str, Any]]]
 
 TITLES = {
     "plain": "plain torch",
+    "plain-kept": "  with a heap that keeps what is freed, as tiermem's does",
     "deepspeed": "DeepSpeed ZeRO-3, all in CPU memory",
     "host": "tiermem, all on HOST",
     "half": "tiermem, half of the states on DISK",
@@ -175,8 +176,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", default="218M")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--host-memory", default="512MiB", help="host budget when all is on DISK")
-    parser.add_argument("--device-memory", default="512MiB", help="device budget; on a CPU this is process memory too")
+    parser.add_argument("--host-memory", default="1GiB", help="host budget when all is on DISK")
+    parser.add_argument("--device-memory", default="1GiB", help="device budget; on a CPU this is process memory too")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch and of the updates")
     parser.add_argument("--only", type=lambda names: names.split(","), help=f"of {'; '.join(subjects.SUBJECTS)}")
     parser.add_argument("--child", help=argparse.SUPPRESS)

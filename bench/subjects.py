@@ -25,7 +25,7 @@ TIERED: dict[str, dict[str, Any]] = {
 """Policies. ``half`` gets a host budget that holds half of the states; what is on DISK gets ``--host-memory``. In
 backward nothing is clipped. ``serial`` is the same work with one buffer of each kind and a wait after each phase."""
 
-SUBJECTS = ("plain", "deepspeed", *TIERED)
+SUBJECTS = ("plain", "plain-kept", "deepspeed", *TIERED)
 
 Step = Callable[[Any], tuple[float, list[float]]]
 """One training step on these tokens: its loss, and the clock after forward, backward and optimizer."""
@@ -40,6 +40,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     torch.set_num_threads(options.threads)
     if options.child == "plain":
+        return _plain(options)
+    if options.child == "plain-kept":
+        from tiermem.process import keep_freed_tensors
+
+        keep_freed_tensors(1 << 30)
         return _plain(options)
     if options.child == "deepspeed":
         return _deepspeed(options)

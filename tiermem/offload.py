@@ -18,7 +18,7 @@ from tiermem.hooks import Installed
 from tiermem.memory import Memory, parse_bytes
 from tiermem.planes import Held, held_of
 from tiermem.policy import Policy
-from tiermem.process import return_freed_tensors
+from tiermem.process import MMAP_THRESHOLD_MAX, keep_freed_tensors, return_freed_tensors
 from tiermem.report import Report
 from tiermem.runtime import Runtime
 from tiermem.trace import register
@@ -28,6 +28,9 @@ _ATTRIBUTE = "_tiermem_surface"
 _HOLES_MATTER_BYTES = 2 << 30
 """A budget is a promise, and on a CPU device autograd's tensors come from the same heap: below this it must not keep
 their holes (some 200 MB). Giving them back costs page faults, a tenth of a small model's backward."""
+_GRADIENTS_KEPT = 4
+"""How many of the largest gradient the heap has room for: it shares its end with what else lives meanwhile. A 218 M
+llama with a vocabulary of 32 Ki still mapped both of its large gradients with 2, and neither with 3."""
 
 
 def offload(
@@ -49,8 +52,10 @@ def offload(
     Parameters on the meta device are taken over as zeros, to be filled with ``load_state_dict`` or under
     ``gather(..., write=True)``. Buffers are moved to the device and stay there.
 
-    With explicit budgets on a CPU device, the C library is told to give freed blocks of 1 MiB and more back at once
-    (mallopt, for the whole process): otherwise its heap keeps the holes that gradients and activations leave.
+    On a CPU device, where gradients and activations are process memory, the C library's heap is told what to do with
+    them when they are freed (mallopt, for the whole process): with budgets of less than 2 GiB to give blocks of 1 MiB
+    and more back at once; else, where a parameter has a gradient of more than 32 MiB, to keep room for it, up to four
+    times the largest.
 
     Errors: ``ValueError`` naming the parameter, budget or choice that does not work, and the remedy; ``OSError``
     naming the disk directory.
@@ -65,12 +70,23 @@ def offload(
             if buffer is not None and buffer.device.type != "meta" and buffer.device != on.torch_device:
                 part._buffers[name] = buffer.to(on.torch_device)
     memory = memory or Memory()
-    if on.unified and _granted_bytes(memory) < _HOLES_MATTER_BYTES:
-        return_freed_tensors(1 << 20)
-    runtime = Runtime(module, memory, policy or Policy(), on)
+    policy = policy or Policy()
+    if on.unified:
+        _tune_heap(module, memory, policy)
+    runtime = Runtime(module, memory, policy, on)
     register(runtime.timeline)
     object.__setattr__(module, _ATTRIBUTE, Surface(module, runtime))
     return module
+
+
+def _tune_heap(module: nn.Module, memory: Memory, policy: Policy) -> None:
+    if _granted_bytes(memory) < _HOLES_MATTER_BYTES:
+        return_freed_tensors(1 << 20)
+        return
+    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    largest = max((p.numel() * (policy.compute_dtype or p.dtype).itemsize for p in trained), default=0)
+    if largest > MMAP_THRESHOLD_MAX:
+        keep_freed_tensors(_GRADIENTS_KEPT * largest)
 
 
 def _granted_bytes(memory: Memory) -> float:

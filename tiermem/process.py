@@ -6,7 +6,14 @@ import ctypes
 import resource
 from pathlib import Path
 
-_M_MMAP_THRESHOLD = -3  # malloc.h
+# malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
+
+MMAP_THRESHOLD_MAX = 32 * 1024**2
+"""glibc never keeps to a larger one: blocks from here on are mapped anew whenever no free memory in its heap holds
+them."""
 
 
 def peak_memory_bytes() -> int:
@@ -30,9 +37,24 @@ def return_freed_tensors(threshold_bytes: int = 4 * 1024**2) -> None:
     By default glibc keeps blocks of up to 32 MiB in its heap once one has been freed. Activations of many sizes then
     leave holes there: 100 to 300 MB of them, fine-tuning a model of 135 M parameters. Elsewhere this does nothing.
     """
+    _tell_heap({_M_MMAP_THRESHOLD: threshold_bytes})
+
+
+def keep_freed_tensors(nbytes: int) -> None:
+    """Have the C library's heap end in up to ``nbytes`` that are free, for blocks of any size; 1 GiB at most.
+
+    A gradient larger than `MMAP_THRESHOLD_MAX` then comes from there in every step, where it was mapped, page by page
+    zeroed by the kernel, and unmapped again. Elsewhere this does nothing.
+    """
+    nbytes = min(nbytes, 1 << 30)  # an int to the library, also twice
+    _tell_heap({_M_MMAP_THRESHOLD: MMAP_THRESHOLD_MAX, _M_TOP_PAD: nbytes, _M_TRIM_THRESHOLD: 2 * nbytes - 1})
+
+
+def _tell_heap(options: dict[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, threshold_bytes)
+        for option, value in options.items():
+            mallopt(option, value)
 
 
 def _status_bytes(field: str) -> int:
