@@ -93,6 +93,20 @@ def test_the_best_setting_keeps_most_of_each_speed_with_the_fewest_completions()
     assert bench.of(Setting("slow", 4096, 1), "read").spread == pytest.approx(0.5)
 
 
+def test_an_engine_that_cuts_calls_by_itself_keeps_few_bytes_in_flight() -> None:
+    speeds = {
+        ("threads", 8 * MIB, 4): 9.2,
+        ("io_uring", 8 * MIB, 16): 9.2,
+        ("io_uring", 4 * MIB, 4): 9.1,
+        ("io_uring", 1 * MIB, 8): 9.1,
+        ("io_uring", 1 * MIB, 4): 8.0,
+    }
+    bench = Bench(Path("/"), "ext4", "disk", 1, True, {})
+    for setting, speed in speeds.items():
+        bench.measurements += [Measurement(Setting(*setting), mode, [speed], [1.0]) for mode in MODES]
+    assert best_setting(bench, bench.settings()) == Setting("io_uring", 1 * MIB, 8)
+
+
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 def test_fio_runs_with_the_same_setting_on_the_same_file(tmp_path: Path) -> None:
     out = io.StringIO()
