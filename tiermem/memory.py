@@ -18,13 +18,11 @@ import torch
 
 from tiermem.layout import PAGE_BYTES, round_up
 from tiermem.policy import Tier
+from tiermem.slab import Pin, use_huge_pages
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
-
-Pin = Callable[[int, int], Callable[[], None]]
-"""Page-locks ``(address, nbytes)`` and returns what undoes it."""
 
 
 def parse_bytes(value: int | str) -> int:
@@ -143,7 +141,8 @@ class Budget:
 
 
 class Region:
-    """Zeroed host memory in one mapping, carved from the front. Pages are only backed once they are touched.
+    """Zeroed host memory in one mapping, carved from the front. Pages, huge ones where the system has them, are only
+    backed once they are touched.
 
     Dropping the region and every tensor carved from it returns the memory; a live tensor keeps its bytes valid.
     """
@@ -151,6 +150,7 @@ class Region:
     def __init__(self, nbytes: int, pin: Pin | None = None) -> None:
         self.nbytes = round_up(max(nbytes, 1), PAGE_BYTES)
         self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        use_huge_pages(self._map)
         self._end = 0
         self.address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         self._unpin = pin(self.address, self.nbytes) if pin is not None else None
