@@ -9,6 +9,7 @@ that it would take there (FACTS: forward 2PT/F, backward 6PT/F with recompute, 2
     30 B with optimizer states on disk, at 16k.
 
     python bench/bench_overlap.py [--blocks N] [--numel N] [--steps N] [--disk DIR]
+        [--only NAME]
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print_machine()
     rows = []
-    for case in CASES:
+    for case in [case for case in CASES if options.only in case.name]:
         update = _measured_update(options, case)
         times = _scaled(case, update)
         measured = {}
@@ -226,6 +227,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of the update; the other core plays the accelerator")
     parser.add_argument("--disk", type=Path, default=Path.cwd())
+    parser.add_argument("--only", default="", help="cases whose name has this")
     return parser.parse_args()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tiermem.io.faults import Call, Fault, FaultyEngine, delay
 from tiermem.io.threads import ThreadsEngine
 from tiermem.placement import STAGING_SLABS
 from tiermem.planes import held_of
+from tiermem.simulated import TimedDevice
 
 pytestmark = pytest.mark.hang(60)
 
@@ -409,3 +411,61 @@ def test_random_delays_change_no_bit(placement: Placement, seed: int, expected: 
     outcome = run_tiered(script, placement, tmp_path / "disk", policy={"io": engine}, memory={"device": "512KiB"})
     engine.close()
     assert_same_bits(outcome, expected)
+
+
+# --- a device that computes when told to
+
+
+class Gated(torch.autograd.Function):
+    """Backward on the device's compute stream, where it waits for the gate."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, device: TimedDevice, gate: threading.Event) -> Tensor:
+        ctx.device, ctx.gate, ctx.numel = device, gate, weight.numel()
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.device.compute(0, partial(ctx.gate.wait, PATIENCE_SECONDS))
+        return gradient, torch.zeros(ctx.numel, dtype=torch.bfloat16), None, None
+
+
+class Stage(nn.Module):
+    def __init__(self, device: TimedDevice) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2 * STAGING_SLABS * 4096, dtype=torch.bfloat16))
+        self.device, self.gate = device, threading.Event()
+        self.gate.set()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return Gated.apply(hidden, self.weight, self.device, self.gate)  # type: ignore[no-any-return]
+
+
+def test_an_update_waits_for_its_gradient_without_keeping_others_from_theirs(tmp_path: Path) -> None:
+    """Backward is submitted ahead of the device. The first block's update is the most urgent, but its gradient comes
+    last; it has more chunks than there are slabs."""
+    device = TimedDevice(bytes_in_per_s=1e12, bytes_out_per_s=1e12)
+    stages = [Stage(device) for _ in range(4)]
+    model = tiermem.offload(
+        nn.Sequential(*stages),
+        memory=tiermem.Memory(device="64MiB", host="64MiB", disk=tmp_path),
+        policy=tiermem.Policy(weights="host", states="disk", update_in_backward=True, chunk_numel=4096),
+        device=device,
+    )
+    optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+    blocks = [held_of(stage.weight).block for stage in stages]
+    for gate_shut in (False, True):
+        output = model(torch.ones(1, requires_grad=True)).sum()
+        for stage in stages if gate_shut else []:
+            stage.gate.clear()
+        output.backward()
+        for stage, block in list(zip(stages, blocks, strict=True))[:1:-1] if gate_shut else []:
+            stage.gate.set()
+            update = block.update
+            assert update is not None
+            assert becomes(update.done), f"the update of {block.name} waits for gradients of other blocks"
+        for stage in stages:
+            stage.gate.set()
+        optimizer.step()
+        optimizer.zero_grad()
+    tiermem.close(model)

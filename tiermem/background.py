@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from tiermem.device import Event
+
 T = TypeVar("T")
 
 
@@ -33,13 +35,14 @@ def _without_team() -> None:
 
 
 class Background:
-    """Owns the loop's thread and the kernel thread. ``close()`` ends both; it is safe to call twice."""
+    """Owns the thread of the loop, of kernels, and those that wait. ``close()`` ends all; it is safe to call twice."""
 
     def __init__(self, name: str, *, on_thread_start: Callable[[], None] | None = None) -> None:
         self.loop = asyncio.new_event_loop()
         self._started = on_thread_start
         self._kernel = ThreadPoolExecutor(1, f"{name}-kernel", initializer=self._start_thread)
         self._waits = ThreadPoolExecutor(2, f"{name}-wait", initializer=self._start_thread)
+        self._marks = ThreadPoolExecutor(1, f"{name}-mark", initializer=self._start_thread)
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
         self._thread.start()
         self.closed = False
@@ -79,6 +82,11 @@ class Background:
         """Await something that blocks without computing (a device event)."""
         return await self.loop.run_in_executor(self._waits, work, *args)
 
+    async def reached(self, mark: Event) -> None:
+        """Await a mark of the compute stream. They are reached in the order in which they were made, so that one thread
+        waits for all, and for nothing else: one of them may be a whole backward away."""
+        await self.loop.run_in_executor(self._marks, mark.synchronize)
+
     def close(self) -> None:
         if self.closed:
             return
@@ -88,6 +96,7 @@ class Background:
         self._thread.join()
         self._kernel.shutdown(wait=True)
         self._waits.shutdown(wait=True)
+        self._marks.shutdown(wait=True)
         self.loop.close()
 
 
