@@ -17,7 +17,7 @@ from rich.console import Console
 import tiermem.store as store_module
 from tiermem import bench_io
 from tiermem.bench_io import MODES, Bench, Measurement, Options, Setting, best_setting, measure, run
-from tiermem.io import select
+from tiermem.io import ThreadsEngine, depth_in_use, select
 from tiermem.io.profile import Profile, device_key, load_profile, save_profile
 
 MIB = 1 << 20
@@ -212,3 +212,11 @@ def test_devices_have_different_keys(tmp_path: Path) -> None:
     assert key == device_key(tmp_path)
     assert os.sep not in key
     assert key != device_key(Path("/proc"))
+
+
+def test_the_depth_in_use_is_never_less_than_usual() -> None:
+    """In bytes for an engine that cuts calls by itself, in pieces for others."""
+    assert depth_in_use("io_uring", 4, 1 * MIB) == 16
+    assert depth_in_use("io_uring", 4, 8 * MIB) == 4
+    assert depth_in_use("io_uring", 1, 8 * MIB) == 2
+    assert depth_in_use("threads", 4, 8 * MIB) == ThreadsEngine.usual_depth

@@ -13,6 +13,7 @@ import functools
 import importlib
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -30,7 +31,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tiermem.io import ENGINES, Engine, File, probe, usual_depth
+from tiermem.io import ENGINES, Engine, File, depth_in_use, probe
 from tiermem.io.engine import address_of
 from tiermem.io.mounts import file_system
 from tiermem.io.profile import Profile, save_profile
@@ -48,6 +49,7 @@ _MIB = 1 << 20
 _GIB = 1 << 30
 _STREAM_SECONDS_MAX = 15.0
 _TRANSFERS = 2  # begun for each piece in flight, so that an engine has something to go on with when one has ended
+_CALL_BYTES, _CALLS_MIN = 8 * _MIB, 8  # of an engine that cuts calls by itself: about what updates on a disk ask for
 _ALONE_SECONDS_MAX = 2.0
 _STALL_SECONDS_MIN = 100e-6  # a thread that looks at the clock all the time sees it move by 0.1 us
 _SAME_SPEED = 0.97  # within this of the best score, what best_setting says of equals counts
@@ -318,11 +320,28 @@ def _working(directory: Path, names: Sequence[str]) -> tuple[list[str], dict[str
     return working, passed_over
 
 
+def _calls(options: Options, setting: Setting) -> tuple[int, int]:
+    """Bytes of a call to the engine, and how many there are at a time.
+
+    A call is a request, unless the engine cuts calls by itself: then the runtime hands it whole chunks.
+    """
+    size, count = setting.request_bytes, _TRANSFERS * setting.depth
+    if getattr(ENGINES.get(setting.engine), "cuts_calls", False):
+        requests = max(1, min(_CALL_BYTES, options.file_bytes // (2 * _CALLS_MIN)) // size)
+        return requests * size, max(_CALLS_MIN, -(-count // requests))
+    return size, count
+
+
 @contextlib.contextmanager
 def _memory(options: Options) -> Iterator[memoryview]:
     """Page-aligned, and filled with what no disk can compress."""
-    depths = (*options.depths, *(usual_depth(name) for name in options.engines if options.stream_bytes))
-    pool = SlabPool(_TRANSFERS * max(options.request_bytes) * max(depths), 1)
+    settings = [
+        Setting(name, size, depth)
+        for name in options.engines
+        for size in options.request_bytes
+        for depth in (*options.depths, depth_in_use(name, 1, size))
+    ]
+    pool = SlabPool(max(math.prod(_calls(options, setting)) for setting in settings), 1)
     slab = asyncio.run(pool.acquire())
     try:
         tile = random.Random(0).randbytes(_MIB)
@@ -391,7 +410,7 @@ class _Measuring:
     def _in_use(self, engine: str) -> Setting:
         """As `select` would have it."""
         best = best_setting(self.bench, [setting for setting in self.bench.settings() if setting.engine == engine])
-        return replace(best, depth=max(best.depth, usual_depth(engine)))
+        return replace(best, depth=depth_in_use(engine, best.depth, best.request_bytes))
 
     def _stream_in_turns(self, settings: Sequence[Setting]) -> None:
         streams = [Stream(setting, 0) for setting in settings]
@@ -486,7 +505,7 @@ class _Measuring:
         file = engine.open(self.file.path)
         try:
             with contextlib.ExitStack() as stack:
-                used = self.memory[: _TRANSFERS * setting.request_bytes * setting.depth]
+                used = self.memory[: math.prod(_calls(self.options, setting))]
                 stack.callback(engine.pin(address_of(used), used.nbytes))
                 return asyncio.run(self._move_on_loop(engine, file, setting, mode, seconds, bytes_max))
         finally:
@@ -498,7 +517,7 @@ class _Measuring:
     async def _move_on_loop(
         self, engine: Engine, file: File, setting: Setting, mode: Mode, seconds: float | None, bytes_max: int | None
     ) -> _Moved:
-        size = setting.request_bytes
+        size, count = _calls(self.options, setting)
         places = self.options.file_bytes // size
         first = self._position // size
         # Reads and writes at once are half a file apart, so that they never meet.
@@ -520,7 +539,7 @@ class _Measuring:
                     await engine.read(file, next(reads) % places * size, view)
                 moved_bytes += size
 
-        await asyncio.gather(*(worker(number) for number in range(_TRANSFERS * setting.depth)))
+        await asyncio.gather(*(worker(number) for number in range(count)))
         if not file.direct and mode != "read":
             os.fdatasync(file.fd)
         elapsed, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiermem.io.aio import AiofilesEngine
-from tiermem.io.choice import ENGINES, probe, select, usual_depth
+from tiermem.io.choice import ENGINES, depth_in_use, probe, select
 from tiermem.io.engine import Engine, File
 from tiermem.io.threads import ThreadsEngine
 from tiermem.io.uring import UringEngine
@@ -15,7 +15,7 @@ __all__ = [
     "File",
     "ThreadsEngine",
     "UringEngine",
+    "depth_in_use",
     "probe",
     "select",
-    "usual_depth",
 ]

@@ -18,7 +18,7 @@ from tiermem.io.threads import ThreadsEngine
 from tiermem.io.uring import UringEngine
 from tiermem.slab import SlabPool
 
-__all__ = ["ENGINES", "probe", "select", "usual_depth"]
+__all__ = ["ENGINES", "depth_in_use", "probe", "select"]
 
 ENGINES: dict[str, Callable[..., Engine]] = {
     "io_uring": UringEngine,
@@ -79,13 +79,21 @@ def _in_order(profile: Profile | None) -> list[str]:
 
 
 def _setting(profile: Profile) -> dict[str, int]:
-    # Never less in flight than usual: what was measured on an idle machine is too little for a busy one.
-    return {"depth": max(profile.depth, usual_depth(profile.engine)), "piece_bytes": profile.piece_bytes}
+    depth = depth_in_use(profile.engine, profile.depth, profile.piece_bytes)
+    return {"depth": depth, "piece_bytes": profile.piece_bytes}
 
 
-def usual_depth(name: str) -> int:
-    """How many pieces an engine has in flight unless told otherwise."""
-    return int(getattr(ENGINES[name], "usual_depth", 1))
+def depth_in_use(name: str, measured: int, piece_bytes: int) -> int:
+    """How many pieces an engine has in flight where that many were best.
+
+    Never less than usual: what was measured on an idle machine is too little for a busy one. To an engine that cuts
+    calls by itself bytes count, to others how many calls the interpreter has begun.
+    """
+    engine = ENGINES[name]
+    usual = int(getattr(engine, "usual_depth", 1))
+    if getattr(engine, "cuts_calls", False):
+        usual = -(-usual * int(getattr(engine, "usual_piece_bytes", 0)) // piece_bytes)
+    return max(measured, usual)
 
 
 def probe(directory: Path, engine: Engine) -> None:

@@ -216,12 +216,13 @@ class Engine(ABC):
     length are multiples of 4096 go around the page cache where the file allows it.
 
     bytes_read, bytes_written: what was moved so far. `fallbacks` says what is not as fast as it could be, and why.
-    usual_depth: pieces in flight unless told otherwise. cuts_calls: the interpreter has no part in what happens to a
-    call's pieces.
+    usual_depth: pieces in flight unless told otherwise, of usual_piece_bytes. cuts_calls: the interpreter has no part
+    in what happens to a call's pieces.
     """
 
     name: str
     usual_depth: ClassVar[int] = 1
+    usual_piece_bytes: ClassVar[int] = PIECE_BYTES
     cuts_calls: ClassVar[bool] = False
 
     def __init__(

@@ -22,7 +22,7 @@ from tiermem.io.engine import TRANSFER_BYTES_MAX, Engine, File, UnstoppableFutur
 __all__ = ["UringEngine"]
 
 _CALLS_MAX = 1024  # in the thread's queue
-_PIECE_BYTES = 2 << 20
+
 _FILE_SLOTS = 64
 _BUFFER_SLOTS = 64
 _BUFFER_BYTES_MAX = 1 << 30  # the kernel's limit for one registered buffer
@@ -49,8 +49,9 @@ class UringEngine(Engine):
     # that keeps the GIL for 5 ms at a time, four transfers of 8 MiB, half of them reads, went at 2.9 GB/s with 128 MiB
     # in flight and at 4.0 with 16 (4.3 with 8, but then sixteen lose 4 %); 16 of them at 4.4 and 5.3.
     usual_depth = 8
+    usual_piece_bytes = 2 << 20
 
-    def __init__(self, *, depth: int = usual_depth, piece_bytes: int = _PIECE_BYTES, direct: bool = True) -> None:
+    def __init__(self, *, depth: int = usual_depth, piece_bytes: int = usual_piece_bytes, direct: bool = True) -> None:
         super().__init__(
             depth=depth,
             piece_bytes=piece_bytes,
