@@ -60,3 +60,39 @@ def test_a_large_gradient_is_not_mapped_anew_in_every_step() -> None:
 def test_small_budgets_get_the_memory_back() -> None:
     steps, anew = _faults("1GiB")
     assert min(steps) > anew // 2
+
+
+HEAP = """
+import json
+import torch
+from tiermem.process import anonymous_memory_bytes, give_back_freed, keep_freed_tensors, return_freed_tensors
+
+def resident_after_use():
+    blocks = [torch.ones(numel) for _ in range(20)]
+    del blocks
+    return anonymous_memory_bytes()
+
+return_freed_tensors(1 << 20)
+resident_after_use()
+before = resident_after_use()
+keep_freed_tensors(256 << 20)
+kept = resident_after_use()
+return_freed_tensors(1 << 20)
+returned = resident_after_use()
+keep_freed_tensors(256 << 20)
+resident_after_use()
+give_back_freed()
+given_back = anonymous_memory_bytes()
+print(json.dumps([n - before for n in (kept, returned, given_back)]))
+"""
+NUMEL = 1 << 19
+HEAP_BYTES = 20 * NUMEL * 4
+
+
+def test_the_heap_does_what_it_was_told_last() -> None:
+    done = run(HEAP, numel=NUMEL)
+    assert done.returncode == 0, done.stderr
+    kept, returned, given_back = json.loads(done.stdout)
+    assert kept > 0.9 * HEAP_BYTES
+    assert returned < 0.1 * HEAP_BYTES
+    assert given_back < 0.1 * HEAP_BYTES

@@ -18,7 +18,7 @@ from tiermem.hooks import Installed
 from tiermem.memory import Memory, parse_bytes
 from tiermem.planes import Held, held_of
 from tiermem.policy import Policy
-from tiermem.process import MMAP_THRESHOLD_MAX, keep_freed_tensors, return_freed_tensors
+from tiermem.process import MMAP_THRESHOLD_MAX, give_back_freed, keep_freed_tensors, return_freed_tensors
 from tiermem.report import Report
 from tiermem.runtime import Runtime
 from tiermem.trace import register
@@ -54,8 +54,8 @@ def offload(
 
     On a CPU device, where gradients and activations are process memory, the C library's heap is told what to do with
     them when they are freed (mallopt, for the whole process): with budgets of less than 2 GiB to give blocks of 1 MiB
-    and more back at once; else, where a parameter has a gradient of more than 32 MiB, to keep room for it, up to four
-    times the largest.
+    and more back at once; else, where a parameter has a gradient of more than 32 MiB, to keep room for it (four times
+    the largest, 1 GiB at most) until ``close``.
 
     Errors: ``ValueError`` naming the parameter, budget or choice that does not work, and the remedy; ``OSError``
     naming the disk directory.
@@ -71,20 +71,20 @@ def offload(
                 part._buffers[name] = buffer.to(on.torch_device)
     memory = memory or Memory()
     policy = policy or Policy()
-    if on.unified:
-        _tune_heap(module, memory, policy)
     runtime = Runtime(module, memory, policy, on)
+    if on.unified:
+        _tune_heap(runtime, memory)
     register(runtime.timeline)
     object.__setattr__(module, _ATTRIBUTE, Surface(module, runtime))
     return module
 
 
-def _tune_heap(module: nn.Module, memory: Memory, policy: Policy) -> None:
+def _tune_heap(runtime: Runtime, memory: Memory) -> None:
     if _granted_bytes(memory) < _HOLES_MATTER_BYTES:
         return_freed_tensors(1 << 20)
         return
-    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
-    largest = max((p.numel() * (policy.compute_dtype or p.dtype).itemsize for p in trained), default=0)
+    trained = (held for block in runtime.blocks for held in block.held if held.parameter.requires_grad)
+    largest = max((held.numel * held.dtype.itemsize for held in trained), default=0)
     if largest > MMAP_THRESHOLD_MAX:
         keep_freed_tensors(_GRADIENTS_KEPT * largest)
 
@@ -358,3 +358,5 @@ def close(module: nn.Module) -> None:
     surface.remove()
     surface.runtime.close()
     object.__delattr__(module, _ATTRIBUTE)
+    if surface.runtime.device.unified:
+        give_back_freed()

@@ -43,16 +43,14 @@ class Policy:
     blocks: how the model is cut: ``None`` (children of ModuleList and Sequential, then by size), or a sequence of
         module classes, name patterns (``"model.layers.*"``; ``*`` stands for one component) and modules.
     verify_disk: check a checksum of every extent that comes back from disk. ``None``: where at least 8 cores make it
-    cost
-        under 3 % (0.055 CPU seconds per GiB moved, measured).
+        cost under 3 % (0.055 CPU seconds per GiB moved, measured).
     io: I/O engine: ``"auto"``, a name, or an ``Engine``.
     skip_nonfinite: a step whose gradients are not finite changes nothing and is counted. ``False``: torch's behaviour.
     chunk_numel: elements per chunk, a multiple of 4096; ``None``: chosen from the host budget, at most 1 Mi. It never
         changes a result.
     update_in_backward: the user's promise that every backward is followed by one ``step()``, with the hyperparameters
-    of that
-        moment and without clipping or accumulation. Each block's update then starts inside backward, as soon as its
-        gradient is complete, and no gradient rests anywhere. A broken promise is an error, never a wrong number.
+        of that moment and without clipping or accumulation. Each block's update then starts inside backward, as soon as
+        its gradient is complete, and no gradient rests anywhere. A broken promise is an error, never a wrong number.
         Gradients that are not finite go where torch lets them go: when they are seen, other blocks are updated already.
     activations: what a layer (a block found in a container or named by ``blocks``) keeps for its backward. ``"keep"``:
         what autograd saves. ``"recompute"``: its inputs; backward runs it again, with the same random numbers.

@@ -8,12 +8,11 @@ from pathlib import Path
 
 # malloc.h
 _M_TRIM_THRESHOLD = -1
-_M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
+_TRIM_THRESHOLD_BYTES = 128 * 1024
 
 MMAP_THRESHOLD_MAX = 32 * 1024**2
-"""glibc never keeps to a larger one: blocks from here on are mapped anew whenever no free memory in its heap holds
-them."""
+"""glibc raises its own no further: larger blocks are mapped anew whenever no free memory in its heap holds them."""
 
 
 def peak_memory_bytes() -> int:
@@ -35,26 +34,34 @@ def return_freed_tensors(threshold_bytes: int = 4 * 1024**2) -> None:
     """Have the C library give freed blocks of ``threshold_bytes`` and more back to the system at once.
 
     By default glibc keeps blocks of up to 32 MiB in its heap once one has been freed. Activations of many sizes then
-    leave holes there: 100 to 300 MB of them, fine-tuning a model of 135 M parameters. Elsewhere this does nothing.
+    leave holes there: 100 to 300 MB of them, fine-tuning a model of 135 M parameters. Without glibc this does
+    nothing.
     """
-    _tell_heap({_M_MMAP_THRESHOLD: threshold_bytes})
+    _tell_heap(mmap_threshold=threshold_bytes, trim_threshold=_TRIM_THRESHOLD_BYTES)
 
 
 def keep_freed_tensors(nbytes: int) -> None:
-    """Have the C library's heap end in up to ``nbytes`` that are free, for blocks of any size; 1 GiB at most.
+    """Have the C library serve blocks of less than ``nbytes`` (1 GiB at most) from its heap, and leave as much that is
+    free at the heap's end.
 
     A gradient larger than `MMAP_THRESHOLD_MAX` then comes from there in every step, where it was mapped, page by page
-    zeroed by the kernel, and unmapped again. Elsewhere this does nothing.
+    zeroed by the kernel, and unmapped again. Before glibc 2.35, and without it, this does nothing.
     """
-    nbytes = min(nbytes, 1 << 30)  # an int to the library, also twice
-    _tell_heap({_M_MMAP_THRESHOLD: MMAP_THRESHOLD_MAX, _M_TOP_PAD: nbytes, _M_TRIM_THRESHOLD: 2 * nbytes - 1})
+    nbytes = min(nbytes, 1 << 30)  # an int to the library
+    _tell_heap(mmap_threshold=nbytes, trim_threshold=nbytes)
 
 
-def _tell_heap(options: dict[int, int]) -> None:
+def give_back_freed() -> None:
+    """Have the C library return what is free in its heap to the system, now."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _tell_heap(*, mmap_threshold: int, trim_threshold: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for option, value in options.items():
-            mallopt(option, value)
+    if mallopt is not None and mallopt(_M_MMAP_THRESHOLD, mmap_threshold):  # 0: refused, before glibc 2.35
+        mallopt(_M_TRIM_THRESHOLD, trim_threshold)
 
 
 def _status_bytes(field: str) -> int:

@@ -28,7 +28,7 @@ from tiermem import pretrained, text
 from tiermem.cache import cache_directory
 from tiermem.losses import linear_cross_entropy
 from tiermem.memory import format_bytes
-from tiermem.process import peak_memory_bytes, return_freed_tensors
+from tiermem.process import peak_memory_bytes
 
 LOSS_ROWS = 128
 """Logits are taken to fp32 this many tokens at a time: 24 MiB with a vocabulary of 49,152."""
@@ -114,7 +114,6 @@ def run(options: TrainOptions, console: Console) -> TrainResult:
         FileNotFoundError, ValueError: model, text or budgets that cannot be, before anything is trained.
     """
     torch.manual_seed(options.seed)
-    return_freed_tensors()
     directory = pretrained.locate(
         options.model, on_convert=lambda gguf: console.print(f"converting {gguf.name} to plain bf16 weights, once ...")
     )
