@@ -4,6 +4,7 @@ import asyncio
 import errno
 import gc
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -393,6 +394,18 @@ def test_select_takes_an_engine_as_it_is_and_refuses_unknown_names(tmp_path: Pat
     engine.close()
     with pytest.raises(ValueError, match=r"'fancy'.*'auto'.*'threads'"):
         select(tmp_path, "fancy")
+
+
+@pytest.mark.parametrize("name", working_engines())
+def test_every_drive_has_as_much_in_flight_as_one_alone(tmp_path: Path, name: str) -> None:
+    one = select([tmp_path], name)
+    same = select([tmp_path, tmp_path], name)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        assert os.stat(other).st_dev != tmp_path.stat().st_dev
+        two = select([tmp_path, other], name)
+    assert (same.depth, two.depth) == (one.depth, 2 * one.depth)
+    for engine in (one, same, two):
+        engine.close()
 
 
 def test_select_works_inside_a_running_loop(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tiermem.io.aio import AiofilesEngine
 from tiermem.io.engine import DIRECT_ALIGNMENT, Engine
-from tiermem.io.profile import Profile, load_profile
+from tiermem.io.profile import DEPTH_MAX, Profile, load_profile
 from tiermem.io.threads import ThreadsEngine
 from tiermem.io.uring import UringEngine
 from tiermem.slab import SlabPool
@@ -50,9 +50,8 @@ def select(directories: str | Path | Sequence[str | Path], choice: str | Engine 
     profile = load_profile(paths[0]) if paths and paths[0].is_dir() else None
     passed_over: list[str] = []
     for name in _in_order(profile) if choice == "auto" else (choice,):
-        measured = {} if profile is None or profile.engine != name else _setting(profile)
         try:
-            engine = ENGINES[name](**measured)
+            engine = ENGINES[name](**_setting(name, profile, paths))
         except OSError as error:
             passed_over.append(f"I/O engine {name} passed over: {error}")
             continue
@@ -78,9 +77,18 @@ def _in_order(profile: Profile | None) -> list[str]:
     return sorted(ENGINES, key=lambda name: profile is None or profile.engine != name)
 
 
-def _setting(profile: Profile) -> dict[str, int]:
-    depth = depth_in_use(profile.engine, profile.depth, profile.piece_bytes)
-    return {"depth": depth, "piece_bytes": profile.piece_bytes}
+def _setting(name: str, profile: Profile | None, paths: Sequence[Path]) -> dict[str, int]:
+    """What was measured, else what is usual; for several drives as much in flight as each of them needs, since one
+    engine serves all in the order of its calls."""
+    setting = {}
+    if profile is not None and profile.engine == name:
+        depth = depth_in_use(name, profile.depth, profile.piece_bytes)
+        setting = {"depth": depth, "piece_bytes": profile.piece_bytes}
+    drives = len({path.stat().st_dev for path in paths if path.exists()})
+    if drives > 1:
+        one = setting.get("depth", int(getattr(ENGINES[name], "usual_depth", 1)))
+        setting["depth"] = min(drives * one, DEPTH_MAX)
+    return setting
 
 
 def depth_in_use(name: str, measured: int, piece_bytes: int) -> int:
@@ -93,7 +101,7 @@ def depth_in_use(name: str, measured: int, piece_bytes: int) -> int:
     usual = int(getattr(engine, "usual_depth", 1))
     if getattr(engine, "cuts_calls", False):
         usual = -(-usual * int(getattr(engine, "usual_piece_bytes", 0)) // piece_bytes)
-    return max(measured, usual)
+    return min(max(measured, usual), DEPTH_MAX)
 
 
 def probe(directory: Path, engine: Engine) -> None:

@@ -15,7 +15,10 @@ from tiermem.cache import cache_directory
 from tiermem.io.engine import DIRECT_ALIGNMENT
 from tiermem.io.mounts import file_system
 
-__all__ = ["Profile", "device_key", "load_profile", "save_profile"]
+__all__ = ["DEPTH_MAX", "Profile", "device_key", "load_profile", "save_profile"]
+
+DEPTH_MAX = 1024
+"""Pieces in flight that make sense on any drive."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def load_profile(directory: Path) -> Profile | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    usable = 1 <= profile.depth <= 1024 and profile.piece_bytes >= DIRECT_ALIGNMENT
+    usable = 1 <= profile.depth <= DEPTH_MAX and profile.piece_bytes >= DIRECT_ALIGNMENT
     return profile if usable and profile.piece_bytes % DIRECT_ALIGNMENT == 0 else None
 
 

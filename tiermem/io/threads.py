@@ -23,7 +23,7 @@ class ThreadsEngine(Engine):
     """`preadv` and `pwritev` in `depth` threads, with O_DIRECT where the file system takes it."""
 
     name = "threads"
-    usual_depth = 16  # 8 on an idle machine; see the io_uring engine for what a busy one needs
+    usual_depth = 16  # 8 are enough beside an idle interpreter: a busy one is late to begin the next
 
     def __init__(self, *, depth: int = usual_depth, piece_bytes: int = PIECE_BYTES, direct: bool = True) -> None:
         super().__init__(depth=depth, piece_bytes=piece_bytes, direct=direct)
