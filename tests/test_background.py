@@ -14,14 +14,30 @@ async def _threads() -> int:
     return torch.get_num_threads()
 
 
+class _Mark:
+    """An event that is waited for: what the thread that waits sees."""
+
+    threads = 0
+
+    def synchronize(self) -> None:
+        self.threads = torch.get_num_threads()
+
+
+def _seen_by_the_mark(background: Background) -> int:
+    mark = _Mark()
+    background.run(background.reached(mark))
+    return mark.threads
+
+
 @pytest.mark.parametrize(
     "where",
     [
         lambda background: background.run(_threads()),
         lambda background: background.start_kernel(torch.get_num_threads).result(),
         lambda background: background.run(background.wait(torch.get_num_threads)),
+        lambda background: _seen_by_the_mark(background),
     ],
-    ids=["loop", "kernel", "wait"],
+    ids=["loop", "kernel", "wait", "mark"],
 )
 def test_torch_has_no_team_there(where: Callable[[Background], int]) -> None:
     """A team that idles would make the main thread's team slow; the main thread keeps its own."""

@@ -469,3 +469,38 @@ def test_an_update_waits_for_its_gradient_without_keeping_others_from_theirs(tmp
         optimizer.step()
         optimizer.zero_grad()
     tiermem.close(model)
+
+
+class _Lost:
+    """A mark whose compute failed."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("the device is gone")
+
+
+def test_a_device_that_fails_while_an_update_waits_for_it_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = TimedDevice(bytes_in_per_s=1e12, bytes_out_per_s=1e12)
+    stage = Stage(device)
+    model = tiermem.offload(
+        nn.Sequential(stage),
+        memory=tiermem.Memory(device="64MiB", host="64MiB", disk=tmp_path),
+        policy=tiermem.Policy(weights="host", states="disk", update_in_backward=True, chunk_numel=4096),
+        device=device,
+    )
+    optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+    output = model(torch.ones(1, requires_grad=True)).sum()
+    monkeypatch.setattr(device, "mark", _Lost)
+    output.backward()
+    monkeypatch.undo()
+    update = held_of(stage.weight).block.update
+    assert update is not None
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        update.result(PATIENCE_SECONDS)
+    assert held_of(stage.weight).runtime.error is not None
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        tiermem.synchronize(model)
+    tiermem.close(model)

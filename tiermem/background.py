@@ -8,7 +8,9 @@ is drained.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,13 +31,23 @@ def _without_team() -> None:
     long on two cores, for the sake of one ``zero_()``.
     """
     torch.get_num_threads()  # at its first use in a thread torch sets the number itself
-    limit = getattr(ctypes.CDLL(torch._C.__file__), "omp_set_num_threads", None)
+    limit = _limit_of_team()
     if limit is not None:
         limit(1)
 
 
+@functools.cache
+def _limit_of_team() -> Callable[[int], Any] | None:
+    """OpenMP's ``omp_set_num_threads`` of the library that torch uses; None where it has another."""
+    with contextlib.suppress(OSError, AttributeError):
+        limit: Callable[[int], Any] = ctypes.CDLL(torch._C.__file__).omp_set_num_threads
+        return limit
+    return None
+
+
 class Background:
-    """Owns the thread of the loop, of kernels, and those that wait. ``close()`` ends all; it is safe to call twice."""
+    """Owns four kinds of threads: the loop's, the kernels', two that wait for events of copies, and one that waits for
+    marks of the compute stream. ``close()`` ends all; it is safe to call twice."""
 
     def __init__(self, name: str, *, on_thread_start: Callable[[], None] | None = None) -> None:
         self.loop = asyncio.new_event_loop()

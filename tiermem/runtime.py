@@ -10,8 +10,8 @@ import contextlib
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,9 +41,6 @@ from tiermem.timeline import Timeline
 from tiermem.transfer import all_of
 from tiermem.update import Hyperparameters, ParameterUpdates, Updates
 from tiermem.values import Values
-
-if TYPE_CHECKING:
-    from asyncio import Future as AsyncFuture
 
 _INLINE_NUMEL = 1 << 16
 """Below this a kernel call is shorter than waking another thread."""
@@ -427,7 +424,7 @@ class Runtime:
         if self.error is None:
             self.error = error
 
-    async def settle_or_fail(self, work: Sequence[AsyncFuture[None]]) -> None:
+    async def settle_or_fail(self, work: Sequence[Awaitable[None]]) -> None:
         try:
             await all_of(work)
         except BaseException as error:

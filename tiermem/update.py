@@ -171,7 +171,7 @@ class Updates:
         if gradients is not None and not self._runtime.device.unified:
             # Backward is submitted ahead of the device: without its gradient, an update that is more urgent would keep
             # the turn, and slabs, from those that could begin.
-            await self._runtime.background.reached(read)
+            await self._runtime.settle_or_fail([self._runtime.background.reached(read)])
         work = []
         async with self._turns.turn(rank):
             for chunk, runs in plans:
