@@ -202,7 +202,7 @@ def _tiered(options: argparse.Namespace) -> dict[str, Any]:
         start_bytes = _disk_bytes(model)
         moved.clear()
 
-    # Each timed step waits for the updates of the one before, the first for those of the last to warm up.
+    # Nothing waits between steps: each ends the updates of the one before, the first those of the last to warm up.
     result = _timed(options, step, warmed_up)
     end_bytes = _disk_bytes(model)
     tiermem.synchronize(model)
@@ -248,7 +248,7 @@ def _update_alone(options: argparse.Namespace, model: Any, optimizer: Any) -> fl
 def _disk_bytes(model: Any) -> int:
     import tiermem
 
-    report = tiermem.report(model)
+    report = tiermem.report(model, wait=False)
     return report.bytes_read + report.bytes_written
 
 

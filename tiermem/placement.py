@@ -46,7 +46,7 @@ class BlockPlan:
     """Chunks whose states rest in HOST."""
     gradients_home: Tier | None = None
     gradient_plane_bytes: int = 0
-    """Taken in HOST: room for fp32 sums over micro-batches where that fits (untouched, it is not resident)."""
+    """Taken in HOST: room for fp32 sums over micro-batches where that fits (charged in full, resident when used)."""
 
     @property
     def gradient_bytes(self) -> int:
