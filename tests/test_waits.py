@@ -48,7 +48,7 @@ from simulation import CASES, Case, Worker
 
 KEPT = {
     "copy: values upload < runtime _fill": "a line for values that are set later, too; here nothing was computed yet",
-    "synchronize: background reached < update _update": "an order: who can begin does; the copy waits for its gradient",
+    "synchronize: background reached": "an order: who can begin does; the copy waits for its gradient",
     "await: saved_inputs _swap_in": "raises what the swap-out raised; `leave` has waited for its end",
     "result: saved_inputs written < saved_inputs leave": "bounds memory: the swap-out itself keeps the bytes",
     "result: gathering _timed_wait < gathering settle": "raises what the load raised; `wait_copies` waits for its end",
