@@ -264,6 +264,8 @@ class Watch(Observer):
     # What the device says.
 
     def waits(self, kind: str) -> bool:
+        if kind == "copy" and threading.current_thread() is not threading.main_thread():
+            time.sleep(self.delay_s())  # before it is started: the main thread may be quicker, or slower
         site = site_of(kind)
         self.sites[site] += 1
         return site != self._ignored
