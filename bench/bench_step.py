@@ -3,7 +3,8 @@
 bf16, activation checkpointing, clipping, AdamW on fp32 masters. Each runs in a process of its own, one after the other,
 in several rounds; figures are medians over all timed steps. The bounds are measured in the same run: computing alone
 (the plain loop without its optimizer), updating alone (all states in memory, nothing beside it), and the disk alone
-(the bytes of a step at the speed of the disk when it reads and writes at the same time).
+(the bytes of a step at the speed of the disk when it reads and writes at the same time). "Side by side" is what the
+machine can do: the same compute beside the same bytes, without updates and without a runtime between them.
 
     python bench/bench_step.py [--disk DIR] [--rounds N] [--steps N] [--length N] [--only NAME,...]
 """
@@ -33,7 +34,7 @@ Runs = dict[str, list[dict[str, Any]]]
 
 TITLES = {
     "plain": "plain torch",
-    "plain-kept": "  with a heap that keeps what is freed, as tiermem's does",
+    "plain-kept": "  keeping freed memory, as tiermem does",
     "deepspeed": "DeepSpeed ZeRO-3, all in CPU memory",
     "host": "tiermem, all on HOST",
     "half": "tiermem, half of the states on DISK",
@@ -52,16 +53,20 @@ def main() -> None:
     names = [*options.only, *(["stream"] if any(_on_disk(name) for name in options.only) else [])]
     with tempfile.TemporaryDirectory(prefix="tiermem-bench-", dir=options.disk) as disk:
         runs: Runs = {name: [] for name in names}
+        bare: Runs = {name: [] for name in names if _on_disk(name) and name != "disk-serial"}
         for number in range(options.rounds):
             for name in names:
                 console.print(f"round {number + 1}/{options.rounds}: {name} ...")
                 runs[name].append(run_child(__file__, _child_arguments(options, name, disk)))
+                if name in bare:
+                    arguments = _child_arguments(options, "bare", disk) + _bytes_arguments(name, runs[name][-1])
+                    bare[name].append(run_child(__file__, arguments))
     stream = runs.pop("stream", [])
     _print_steps(runs, options)
     if "plain" in runs:
         _print_host(runs)
         if stream:
-            _print_bounds(runs, statistics.median(run["bytes_per_second"] for run in stream))
+            _print_bounds(runs, bare, statistics.median(run["bytes_per_second"] for run in stream))
 
 
 def _on_disk(name: str) -> bool:
@@ -71,6 +76,10 @@ def _on_disk(name: str) -> bool:
 def _median(runs: Runs, name: str, phase: str | None = None) -> float:
     """Seconds of a whole step, or of one phase."""
     return statistics.median(s for run in runs[name] for s in (run["phases"][phase] if phase else run["seconds"]))
+
+
+def _update_alone(runs: Runs) -> float:
+    return statistics.median(s for run in runs["host"] for s in run["update"]) if "host" in runs else 0.0
 
 
 def _peak_bytes(runs: Runs, name: str) -> int:
@@ -115,6 +124,10 @@ def _print_host(runs: Runs) -> None:
         return
     verdict("step on HOST / plain torch", _median(runs, "host") / _median(runs, "plain"), HOST_LIMIT)
     verdict("peak above imports on HOST / plain torch", _above_bytes(runs, "host") / _above_bytes(runs, "plain"), 1.0)
+    # On a CPU both need all cores: one beside the other takes as long as one after the other.
+    floor = _median(runs, "plain", "forward") + _median(runs, "plain", "backward") + _update_alone(runs)
+    step = _median(runs, "host")
+    console.print(f"compute alone + update alone: {floor:.3f} s; step on HOST / their sum: {step / floor:.2f}")
     if "deepspeed" in runs:
         ratio = _median(runs, "host") / _median(runs, "deepspeed")
         verdict(f"step on HOST / DeepSpeed (its speed x {1 / ratio:.2f})", ratio, 1 / DEEPSPEED_SPEED)
@@ -122,9 +135,9 @@ def _print_host(runs: Runs) -> None:
         verdict("peak memory on HOST / DeepSpeed", memory, DEEPSPEED_MEMORY)
 
 
-def _print_bounds(runs: Runs, disk_speed: float) -> None:
-    forward, backward = _median(runs, "plain", "forward"), _median(runs, "plain", "backward")
-    update = statistics.median(s for run in runs["host"] for s in run["update"]) if "host" in runs else 0.0
+def _print_bounds(runs: Runs, bare: Runs, disk_speed: float) -> None:
+    forward, backward = (_median(runs, "plain", phase) for phase in ("forward", "backward"))
+    update = _update_alone(runs)
     rows, verdicts = [], []
     for name in (name for name in runs if _on_disk(name)):
         moved = statistics.median(run["disk_bytes"] for run in runs[name])
@@ -136,28 +149,40 @@ def _print_bounds(runs: Runs, disk_speed: float) -> None:
         clipped += max(forward, update, (moved - in_backward) / disk_speed)
         step = _median(runs, name)
         bound = largest if name == "disk-eager" else clipped
+        side_by_side = _median(bare, name) if name in bare else None
         rows.append(
             [
-                TITLES[name].strip(),
+                name,
                 f"{forward + backward:.3f}",
                 f"{update:.3f}",
                 f"{moved / 1e9:.2f} GB, {disk:.3f}",
                 f"{step:.3f}",
                 f"{step / largest:.2f}",
                 f"{step / bound:.2f}",
+                f"{side_by_side:.3f}" if side_by_side else "",
+                f"{step / side_by_side:.2f}" if side_by_side else "",
             ]
         )
-        if name != "disk-serial":
-            verdicts.append((f"{TITLES[name].strip()}: step / largest", step / largest))
+        if side_by_side:
+            verdicts.append((f"{name}: step / largest of what each takes alone", step / largest))
             if bound is clipped:
-                verdicts.append((f"{TITLES[name].strip()}: step / (backward + largest of the rest)", step / clipped))
-    columns = ["seconds", "compute alone", "update alone", "disk alone", "step", "/ largest", "/ own bound"]
-    table(f"bounds; the disk reads and writes {disk_speed / 1e9:.2f} GB/s at the same time", columns, rows)
+                verdicts.append((f"{name}: step / (backward + largest of the rest, alone)", step / clipped))
+            verdicts.append((f"{name}: step / the same compute and bytes side by side", step / side_by_side))
+    columns = ["seconds", "compute", "update", "disk", "step", "/ largest", "/ own bound", "side by side", "/ it"]
+    table(f"bounds, each alone; the disk reads and writes {disk_speed / 1e9:.2f} GB/s at the same time", columns, rows)
     for what, value in verdicts:
         verdict(what, value, BOUND_LIMIT)
     if {"host", "half", "disk"} <= runs.keys():
         seconds = [_median(runs, name) for name in ("host", "half", "disk")]
         console.print("half lies between HOST and DISK: " + ("yes" if seconds == sorted(seconds) else "[red]no[/]"))
+
+
+def _bytes_arguments(name: str, run: dict[str, Any]) -> list[str]:
+    """For `bare`: as much as this run moved, and when it could be moved at the earliest."""
+    arguments = ["--bytes", str(round(run["disk_bytes"]))]
+    if name != "disk-eager":
+        arguments += ["--bytes-in-backward", str(round(run["disk_bytes_in_backward"]))]
+    return arguments
 
 
 def _child_arguments(options: argparse.Namespace, name: str, disk: str) -> list[str]:
@@ -181,6 +206,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch and of the updates")
     parser.add_argument("--only", type=lambda names: names.split(","), help=f"of {'; '.join(subjects.SUBJECTS)}")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--bytes-in-backward", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.only is None:
         options.only = [n for n in subjects.SUBJECTS if n != "deepspeed" or importlib.util.find_spec("deepspeed")]

@@ -7,6 +7,7 @@ backward and optimizer, the losses, and the process's memory before the model ha
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import socket
 import time
@@ -32,7 +33,7 @@ Step = Callable[[Any], tuple[float, list[float]]]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """The subject named by ``options.child``; ``stream`` measures the disk."""
+    """The subject named by ``options.child``; ``stream`` measures the disk, ``bare`` the disk beside compute."""
     if options.child == "stream":
         return _stream(options)
     import torch
@@ -46,6 +47,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
         keep_freed_tensors(1 << 30)
         return _plain(options)
+    if options.child == "bare":
+        return _bare(options)
     if options.child == "deepspeed":
         return _deepspeed(options)
     return _tiered(options)
@@ -85,6 +88,83 @@ def _memory(baseline_bytes: int) -> dict[str, int]:
     from tiermem.process import peak_memory_bytes
 
     return {"baseline_bytes": baseline_bytes, "peak_bytes": peak_memory_bytes()}
+
+
+def _bare(options: argparse.Namespace) -> dict[str, Any]:
+    """A step's compute and a step's bytes, which nothing connects: what the machine can do of both at once.
+
+    The plain loop without its optimizer; beside backward ``options.bytes_in_backward`` are read and written in halves,
+    beside forward the rest of ``options.bytes``; all of them beside both if the first is None.
+    """
+    import llama
+
+    from tiermem.background import Background
+
+    model = llama.build(options.size)
+    llama.materialise(model, _cpu())
+    llama.initialise(model, offloaded=False)
+    both, beside_backward = options.bytes, options.bytes_in_backward
+    background = Background("bare")
+    disk = _BareDisk(options.disk)
+    background.run(disk.fill())
+
+    def step(tokens: Any) -> tuple[float, list[float]]:
+        moving = background.submit(disk.move(both - (beside_backward or 0)))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        if beside_backward is not None:
+            moving.result()
+            moving = background.submit(disk.move(beside_backward))
+        clock = [time.perf_counter()]
+        loss.backward()
+        moving.result()
+        clock.append(time.perf_counter())
+        model.zero_grad()
+        return loss.item(), [*clock, time.perf_counter()]
+
+    try:
+        return _timed(options, step)
+    finally:
+        background.close()
+        disk.close()
+
+
+class _BareDisk:
+    """One file that is read and written at the same time, in pieces as large as chunks and half of it apart."""
+
+    PIECE_BYTES, PIECES, BUFFERS = 8 << 20, 256, 8
+
+    def __init__(self, directory: str) -> None:
+        from pathlib import Path
+
+        from tiermem.io import select
+        from tiermem.slab import SlabPool
+
+        self._engine = select([directory], "auto")
+        self._slabs = SlabPool(self.PIECE_BYTES, self.BUFFERS, self._engine.pin)
+        self._file = self._engine.open(Path(directory) / "bare", create=True)
+        self._position = 0
+
+    async def fill(self) -> None:
+        async with self._slabs.loan() as slab:
+            for piece in range(self.PIECES):
+                await self._engine.write(self._file, piece * self.PIECE_BYTES, slab.view)
+
+    async def move(self, nbytes: int) -> None:
+        count = round(nbytes / self.PIECE_BYTES)
+        await asyncio.gather(*(self._piece(self._position + number) for number in range(count)))
+        self._position += count
+
+    async def _piece(self, number: int) -> None:
+        move = self._engine.write if number % 2 else self._engine.read
+        place = (number // 2 + number % 2 * self.PIECES // 2) % self.PIECES
+        async with self._slabs.loan() as slab:
+            await move(self._file, place * self.PIECE_BYTES, slab.view)
+
+    def close(self) -> None:
+        self._file.close()
+        self._file.path.unlink()
+        self._slabs.close()
+        self._engine.close()
 
 
 def _plain(options: argparse.Namespace) -> dict[str, Any]:
