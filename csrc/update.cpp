@@ -132,13 +132,14 @@ struct Tile {
 };
 
 // What a tile is decoded to.
+template <int64_t tile_numel>
 struct Decoded {
     float moments[moments_max][tile_numel];
     uint16_t noise[2][tile_numel];
 };
 
 // The codes of the tile after this one.
-template <class Code>
+template <int64_t tile_numel, class Code>
 void prefetch_tile(const Code* codes) {
     constexpr int64_t line_numel = 64 / sizeof(Code);
     for (int64_t i = 0; i < tile_numel; i += line_numel) __builtin_prefetch(codes + tile_numel + i, true);
@@ -151,10 +152,11 @@ struct Fp32Moments {
 
 struct Bf16Moments {
     static constexpr bool roots = false;
+    static constexpr int64_t tile_numel = bf16_tile_numel;
     static constexpr uint16_t noise_mask = 0xffff;
     static constexpr uint16_t half = half_bf16;
 
-    static void prefetch(const Tile& tile, int moment) { prefetch_tile(codes(tile, moment)); }
+    static void prefetch(const Tile& tile, int moment) { prefetch_tile<tile_numel>(codes(tile, moment)); }
     static void decode(const Tile& tile, int moment, bool, float* values) {
         select<DecodeBf16Loop>(tile.isa)(codes(tile, moment), values, tile.numel);
     }
@@ -170,10 +172,11 @@ private:
 
 struct Int8Moments {
     static constexpr bool roots = true;
+    static constexpr int64_t tile_numel = int8_tile_numel;
     static constexpr uint16_t noise_mask = 0xff;
     static constexpr uint16_t half = half_int8;
 
-    static void prefetch(const Tile& tile, int moment) { prefetch_tile(codes<int8_t>(tile, moment)); }
+    static void prefetch(const Tile& tile, int moment) { prefetch_tile<tile_numel>(codes<int8_t>(tile, moment)); }
     static void decode(const Tile& tile, int moment, bool non_negative, float* values) {
         non_negative ? decode_as<true>(tile, moment, values) : decode_as<false>(tile, moment, values);
     }
@@ -256,7 +259,8 @@ struct Update {
     template <class Step, class Moments>
     static void by_format(const Tile& whole, Moments) {
         if constexpr (Step::moments == 0) return by_format<Step>(whole, Fp32Moments());
-        alignas(64) Decoded decoded;
+        constexpr int64_t tile_numel = Moments::tile_numel;
+        alignas(64) Decoded<tile_numel> decoded;
         float* moments[moments_max] = {decoded.moments[0], decoded.moments[1], decoded.moments[2]};
         const int64_t end = whole.begin + whole.numel;
         for (int64_t begin = whole.begin; begin < end; begin += tile_numel) {
