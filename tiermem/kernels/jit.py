@@ -44,7 +44,8 @@ from tiermem.kernels.abi import (
 
 ROW_NUMEL: Final = 64  # of masters and gradients that are widened at once
 AHEAD_NUMEL: Final = 768  # memory is asked for so far ahead; csrc/update.cpp says why
-TILE_NUMEL: Final = 512  # of moments that are decoded at once: whole blocks
+TILE_NUMEL: Final = 512  # of moments that are decoded at once: whole blocks; csrc/moments.h says why so few
+TILE_NUMEL_BF16: Final = 256
 SUM_TILE_NUMEL: Final = 1024  # of the sums of gradients; a multiple of LANES, and pieces are multiples of it
 UNIT_NUMEL: Final = 64 * 1024  # of the update: what one thread takes at once
 UNIT_PIECES: Final = 16  # of the sums of gradients
@@ -817,7 +818,7 @@ def _update_tile(task: Any, start: int, numel: int, scratch: Any) -> None:
     values = scratch + _MOMENTS_AT
     plane = np.uint64(4 * TILE_NUMEL)
     for moment in range(count):
-        _prefetch(task.moments[moment] + np.uint64(size * (start + 2 * TILE_NUMEL)), size * TILE_NUMEL)
+        _prefetch(task.moments[moment] + np.uint64(size * (start + 2 * TILE_NUMEL)), size * numel)
         _decode(task, moment, start, values + np.uint64(moment) * plane, numel)
     _update_rows(task, start, numel, values, values + plane, values + plane + plane, scratch)
     noise = scratch + _NOISE_AT
@@ -846,8 +847,9 @@ def _update(tasks: Any, first: int, last: int) -> None:
                 m0, m1, m2 = task.moments[0] + at, task.moments[1] + at, task.moments[2] + at
                 _update_rows(task, begin, end - begin, m0, m1, m2, scratch_at)
         else:
-            for start in range(begin, end, TILE_NUMEL):
-                _update_tile(task, start, min(TILE_NUMEL, end - start), scratch_at)
+            tile_numel = TILE_NUMEL_BF16 if task.moment_dtype == BF16 else TILE_NUMEL
+            for start in range(begin, end, tile_numel):
+                _update_tile(task, start, min(tile_numel, end - start), scratch_at)
     scratch[0] = 0  # it lives until here: the addresses do not keep it
 
 
