@@ -53,7 +53,8 @@ def main() -> None:
     names = [*options.only, *(["stream"] if any(_on_disk(name) for name in options.only) else [])]
     with tempfile.TemporaryDirectory(prefix="tiermem-bench-", dir=options.disk) as disk:
         runs: Runs = {name: [] for name in names}
-        bare: Runs = {name: [] for name in names if _on_disk(name) and name != "disk-serial"}
+        bounded = [name for name in names if _on_disk(name) and name != "disk-serial"] if "plain" in names else []
+        bare: Runs = {name: [] for name in bounded}
         for number in range(options.rounds):
             for name in names:
                 console.print(f"round {number + 1}/{options.rounds}: {name} ...")

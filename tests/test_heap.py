@@ -60,7 +60,7 @@ def test_a_large_gradient_is_not_mapped_anew_in_every_step() -> None:
 
 def test_small_budgets_get_the_memory_back() -> None:
     steps, anew = _faults("1GiB")
-    assert sum(steps) > len(steps) * anew // 2
+    assert min(steps) > anew // 2
 
 
 HEAP = """
