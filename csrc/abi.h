@@ -7,7 +7,7 @@
 
 namespace tiermem {
 
-constexpr int32_t abi_version = 6;
+constexpr int32_t abi_version = 7;
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: moments only
 enum Formula : int32_t {

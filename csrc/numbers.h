@@ -35,11 +35,6 @@ TM_INLINE float widen(float value) { return value; }
 // slowly.
 TM_INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
-TM_INLINE uint32_t is_nan(float value) { return value == value ? 0 : ~0u; }
-
-// Either of two, for the price of one.
-TM_INLINE uint32_t is_nan(float a, float b) { return __builtin_isunordered(a, b) ? ~0u : 0; }
-
 TM_INLINE float one_nan(float value) { return value == value ? value : from_bits(0x7fc00000); }
 
 TM_INLINE float join(uint16_t weight, uint16_t residual) {
@@ -51,37 +46,6 @@ TM_INLINE float join(uint16_t weight, uint16_t residual) {
 TM_INLINE void split(float master, uint16_t& weight, uint16_t& residual) {
     residual = uint16_t(to_bits(master));
     weight = uint16_t(uint16_t(to_bits(master) >> 16) + uint16_t(residual >> 15));
-}
-
-// The same for many, as moves of halves: to interleave them takes a vector processor half the instructions that to
-// extend and to shift them takes, and arithmetic on fp32 values alone needs fewer registers.
-using Half = uint16_t __attribute__((may_alias));
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half of an fp32 value comes first");
-
-TM_INLINE void widen(const uint16_t* __restrict narrow, float* __restrict wide, int64_t numel) {
-    Half* __restrict halves = reinterpret_cast<Half*>(wide);
-    for (int64_t i = 0; i < numel; ++i) {
-        halves[2 * i] = 0;
-        halves[2 * i + 1] = narrow[i];
-    }
-}
-
-TM_INLINE void join(const uint16_t* __restrict weight, const uint16_t* __restrict residual, float* __restrict master,
-                    int64_t numel) {
-    Half* __restrict halves = reinterpret_cast<Half*>(master);
-    for (int64_t i = 0; i < numel; ++i) {
-        halves[2 * i] = residual[i];
-        halves[2 * i + 1] = uint16_t(weight[i] - (residual[i] >> 15));
-    }
-}
-
-TM_INLINE void split(const float* __restrict master, uint16_t* __restrict weight, uint16_t* __restrict residual,
-                     int64_t numel) {
-    const Half* __restrict halves = reinterpret_cast<const Half*>(master);
-    for (int64_t i = 0; i < numel; ++i) {
-        residual[i] = halves[2 * i];
-        weight[i] = uint16_t(halves[2 * i + 1] + (halves[2 * i] >> 15));
-    }
 }
 
 }  // namespace tiermem

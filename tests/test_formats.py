@@ -46,7 +46,7 @@ def positive(numel: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("non_negative", [False, True])
 def test_decoded_int8_moments_are_encoded_as_they_were(numel: int, non_negative: bool) -> None:
     values = positive(numel) if non_negative else grads(numel, F32, 1)
-    codes, scales = reference.encode_int8(values, reference.noise(5, numel), non_negative=non_negative)
+    codes, scales = reference.encode_int8(values, reference.noise(5, numel, INT8), non_negative=non_negative)
     decoded = reference.decode_int8(codes, scales, non_negative=non_negative)
     again = reference.encode_int8(decoded, nearest(numel), non_negative=non_negative)
     assert_same_bits(again[0], codes)
@@ -54,7 +54,7 @@ def test_decoded_int8_moments_are_encoded_as_they_were(numel: int, non_negative:
 
 
 def test_the_error_of_int8_is_a_digit_of_the_largest_in_the_block() -> None:
-    noise = reference.noise(0, 10_000)
+    noise = reference.noise(0, 10_000, INT8)
     signed = grads(10_000, F32, 1)
     decoded = reference.decode_int8(*reference.encode_int8(signed, noise, non_negative=False), non_negative=False)
     largest = np.repeat(np.abs(np.pad(signed, (0, 112))).reshape(-1, BLOCK_NUMEL).max(1), BLOCK_NUMEL)[:10_000]
@@ -73,7 +73,7 @@ def test_rounding_has_no_bias(moment_dtype: int) -> None:
     values = grads(numel, F32, 3)
     total = np.zeros(numel)
     for step in range(repeats):
-        noise = reference.noise(step * 977 * numel, numel)
+        noise = reference.noise(step * 977 * numel, numel, moment_dtype)
         if moment_dtype == BF16:
             total += reference.widen(reference.encode_bf16(values, noise))
         else:
@@ -84,15 +84,21 @@ def test_rounding_has_no_bias(moment_dtype: int) -> None:
     assert (np.abs(total / repeats - values) <= digit * (0.5 * 5 / repeats**0.5 + 1 / 256)).all()
 
 
-def test_noise_is_even_and_its_two_halves_are_independent() -> None:
-    noise = reference.noise(123, 1 << 20)
+@pytest.mark.parametrize("moment_dtype", [BF16, INT8])
+def test_noise_is_even_and_its_parts_are_independent(moment_dtype: int) -> None:
+    noise = reference.noise(123, 1 << 20, moment_dtype)
     low, high = (noise & 0xFF).astype(int), (noise >> 16 & 0xFF).astype(int)
-    for part in (low, high, (noise & 0xFFFF) >> 8, noise >> 24):
-        counts = np.bincount(part, minlength=256)
-        assert np.abs(counts - 4096).max() < 6 * 64
+    parts = [low, high, (noise & 0xFFFF) >> 8, noise >> 24] if moment_dtype == BF16 else [low, high]
+    for part in parts:
+        for some in (part, part[::2], part[1::2]):
+            counts = np.bincount(some, minlength=256)
+            assert np.abs(counts - some.size / 256).max() < 6 * (some.size / 256) ** 0.5
     joint = np.bincount(low // 16 * 16 + high // 16, minlength=256)
     assert np.abs(joint - 4096).max() < 6 * 64
-    assert abs(np.corrcoef(low[1:], low[:-1])[0, 1]) < 0.01
+    for first, second in itertools.product([low, high], repeat=2):
+        for distance in (1, 2, 3, BLOCK_NUMEL):
+            assert abs(np.corrcoef(first[distance:], second[:-distance])[0, 1]) < 0.01
+    assert abs(np.corrcoef(low, high)[0, 1]) < 0.01
 
 
 @pytest.mark.parametrize("moment_dtype", [F32, BF16, INT8])

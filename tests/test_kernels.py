@@ -245,7 +245,7 @@ class Planes:
         """With these moments in that format, rounded to nearest where `first`, the noise, is None."""
         if moment_dtype == F32:
             return replace(self, moments=moments, scales=[])
-        noise = None if first is None else reference.noise(first, self.weight.size)
+        noise = None if first is None else reference.noise(first, self.weight.size, moment_dtype)
         result = replace(self, moments=[], scales=[])
         for index, (values, non_negative) in enumerate(zip(moments, NON_NEGATIVE[formula], strict=True)):
             nearest = np.full(values.size, 0x8000 if moment_dtype == BF16 else 0x80, np.uint32)

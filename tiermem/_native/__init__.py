@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-ABI_VERSION: Final = 6  # csrc/abi.h has the same; raised with every change of a record or a function
+ABI_VERSION: Final = 7  # csrc/abi.h has the same; raised with every change of a record or a function
 PATH: Final = Path(__file__).with_name("libtiermem.so")
 
 

@@ -1,9 +1,9 @@
 """The kernels compiled by numba: the fallback where csrc/ was not compiled. Same bits, the same records.
 
-As in csrc/, a row of masters and gradients is widened to fp32 in the first-level cache, stepped and narrowed, and
-moments that take less than fp32 are decoded and encoded a tile at a time. The update's loops run over addresses. Each
-access says which plane it goes to, and LLVM is told that planes of one group do not overlap: it would compare their
-ends before every row, and give up on loops over so many.
+A row of masters and gradients is widened to fp32 in the first-level cache, stepped and narrowed, and moments that take
+less than fp32 are decoded and encoded a tile at a time. csrc/ keeps them in registers, as LLVM would not by itself.
+The update's loops run over addresses. Each access says which plane it goes to, and LLVM is told that planes of one
+group do not overlap: it would compare their ends before every row, and give up on loops over so many.
 """
 
 from __future__ import annotations
@@ -43,16 +43,14 @@ from tiermem.kernels.abi import (
 )
 
 ROW_NUMEL: Final = 64  # of masters and gradients that are widened at once
-AHEAD_NUMEL: Final = 768  # memory is asked for so far ahead; csrc/update.cpp says why
-TILE_NUMEL: Final = 512  # of moments that are decoded at once: whole blocks; csrc/moments.h says why so few
+AHEAD_NUMEL: Final = 768  # memory is asked for so far ahead; csrc/pass.h says why
+TILE_NUMEL: Final = 512  # of moments that are decoded at once, in the first-level cache: whole blocks
 TILE_NUMEL_BF16: Final = 256
 SUM_TILE_NUMEL: Final = 1024  # of the sums of gradients; a multiple of LANES, and pieces are multiples of it
 UNIT_NUMEL: Final = 64 * 1024  # of the update: what one thread takes at once
 UNIT_PIECES: Final = 16  # of the sums of gradients
 HALF_BF16: Final = 0x8000  # in place of noise: rounds to nearest
 HALF_INT8: Final = 0x80
-MASK_BF16: Final = 0xFFFF  # the bits of noise that are wanted
-MASK_INT8: Final = 0xFF
 NUMEL_PER_THREAD_MIN: Final = 256 * 1024  # below, handing work to a Python thread costs more than it gains
 
 _NAN: Final = np.float32(np.nan)  # 0x7fc00000
@@ -217,11 +215,19 @@ def _xor(typing: Any, a: Any, b: Any) -> Any:
 
 
 @_intrinsic
-def _and(typing: Any, a: Any, b: Any) -> Any:
+def _low_byte(typing: Any, half: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.and_(*arguments)
+        return builder.and_(arguments[0], ir.IntType(16)(0xFF))
 
-    return types.uint16(types.uint16, types.uint16), generate
+    return types.uint16(types.uint16), generate
+
+
+@_intrinsic
+def _high_byte(typing: Any, half: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.lshr(arguments[0], ir.IntType(16)(8))
+
+    return types.uint16(types.uint16), generate
 
 
 @_intrinsic
@@ -618,12 +624,25 @@ def _update_rows(task: Any, begin: int, numel: int, m0: Any, m1: Any, m2: Any, s
 
 
 @_compiled
-def _make_noise(first: Any, mask: Any, low: Any, high: Any, numel: int) -> None:
+def _make_noise(first: Any, low: Any, high: Any, numel: int) -> None:
     for i in range(numel):
         word = _noise(first, i)
         upper = _high_half(word)
-        _store_noise(low, i, _and(_xor(_low_half(word), upper), mask))
-        _store_high_noise(high, i, _and(upper, mask))
+        _store_noise(low, i, _xor(_low_half(word), upper))
+        _store_high_noise(high, i, upper)
+
+
+@_compiled
+def _make_byte_noise(first: Any, low: Any, high: Any, numel: int) -> None:
+    """Two elements share a hash. The last one of an odd number has the other's room behind it: tiles are even."""
+    for pair in range((numel + 1) // 2):
+        word = _noise(first, 2 * pair)
+        upper = _high_half(word)
+        lower = _xor(_low_half(word), upper)
+        _store_noise(low, 2 * pair, _low_byte(lower))
+        _store_noise(low, 2 * pair + 1, _low_byte(upper))
+        _store_high_noise(high, 2 * pair, _high_byte(lower))
+        _store_high_noise(high, 2 * pair + 1, _high_byte(upper))
 
 
 @_compiled
@@ -822,8 +841,11 @@ def _update_tile(task: Any, start: int, numel: int, scratch: Any) -> None:
         _decode(task, moment, start, values + np.uint64(moment) * plane, numel)
     _update_rows(task, start, numel, values, values + plane, values + plane + plane, scratch)
     noise = scratch + _NOISE_AT
-    mask = np.uint16(MASK_BF16 if half_size else MASK_INT8)
-    _make_noise(task.noise + np.uint32(start), mask, noise, noise + np.uint64(2 * TILE_NUMEL), numel)
+    high_noise = noise + np.uint64(2 * TILE_NUMEL)
+    if half_size:
+        _make_noise(task.noise + np.uint32(start), noise, high_noise, numel)
+    else:
+        _make_byte_noise(task.noise + np.uint32(start), noise, high_noise, numel)
     for moment in range(count):
         if moment == 2:  # a maximum has no mean that chance would keep
             _fill_noise(np.uint16(HALF_BF16 if half_size else HALF_INT8), noise, numel)

@@ -17,6 +17,7 @@ from tiermem.kernels.abi import (
     ADAMW,
     AMSGRAD,
     AMSGRADW,
+    BF16,
     BLOCK_NUMEL,
     LANES,
     LION,
@@ -133,11 +134,19 @@ _FORMULAS: dict[int, Callable[..., tuple[Floats, ...]]] = {
 # ---- moments that take less than fp32
 
 
-def noise(first: int, numel: int) -> npt.NDArray[np.uint32]:
-    """The random words of the elements from number `first` on."""
-    weyl = np.arange(first, first + numel, dtype=np.uint64).astype(np.uint32) * np.uint32(0x9E3779B9)
+def noise(first: int, numel: int, moment_dtype: int) -> npt.NDArray[np.uint32]:
+    """The random bits of elements `first` and on: moment 0 takes the low ones, moment 1 those from bit 16 on.
+
+    16 each for bf16; 8 each for int8, where two elements share a hash.
+    """
+    step = 1 if moment_dtype == BF16 else 2
+    weyl = np.arange(first, first + numel, step, dtype=np.uint64).astype(np.uint32) * np.uint32(0x9E3779B9)
     mixed = (weyl ^ (weyl >> 16)) * np.uint32(0x85EBCA6B)
-    return np.asarray(mixed ^ (mixed >> 16), np.uint32)
+    words = mixed ^ (mixed >> 16)
+    if moment_dtype == BF16:
+        return np.asarray(words, np.uint32)
+    halves = np.stack([words & 0xFFFF, words >> 16], 1).reshape(-1)[:numel]
+    return np.asarray(halves & 0xFF | halves >> 8 << 16, np.uint32)
 
 
 def decode_bf16(codes: Bits) -> Floats:
